@@ -1,0 +1,180 @@
+//! The one error type of the crate.
+//!
+//! Every variant carries the numbers that a caller needs to say what went wrong, and every failed
+//! call leaves the cache as it was.
+
+use std::ops::Range;
+
+/// What went wrong; the numbers are tokens unless a name says otherwise.
+///
+/// `Display` gives one lower-case line. Code that still returns `Result<_, String>` can use `?` on
+/// a [`Result`], since a `KvError` converts into its text.
+///
+/// ```
+/// use kvspan::{KVCacheConfig, LayerKvCache};
+///
+/// fn first_key(cache: &LayerKvCache) -> Result<f32, String> {
+///     Ok(cache.with_read_kv(0, |keys, _| keys[0])?)
+/// }
+///
+/// let cache = LayerKvCache::new(KVCacheConfig::default());
+/// assert_eq!(first_key(&cache).unwrap_err(), "token 0 is out of range: 0 tokens are stored");
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum KvError {
+    /// A dimension of the geometry is zero; reported at the first use of the cache.
+    #[error("{field} must be at least 1, but it is 0")]
+    InvalidConfig {
+        /// Name of the field of the configuration.
+        field: &'static str,
+    },
+
+    /// The buffer that the configuration asks for has a size that no address space can hold.
+    #[error(
+        "the size of the cache overflows: 2 x {capacity} tokens x {num_heads} heads x {head_dim} \
+         elements of {itemsize} bytes"
+    )]
+    SizeOverflow {
+        /// Tokens the cache would hold.
+        capacity: usize,
+        /// KV heads of a token.
+        num_heads: usize,
+        /// Elements of a head.
+        head_dim: usize,
+        /// Bytes of an element.
+        itemsize: usize,
+    },
+
+    /// The system does not give the memory.
+    #[error("cannot allocate {bytes} bytes")]
+    OutOfMemory {
+        /// Bytes asked for.
+        bytes: usize,
+    },
+
+    /// `initialize` was asked for no tokens.
+    #[error("cannot initialize a cache with 0 tokens: at least 1 is wanted")]
+    EmptyInitialize,
+
+    /// A write came before `initialize`.
+    #[error("the cache is not initialized: call initialize first")]
+    NotInitialized,
+
+    /// Keys and values have different lengths.
+    #[error("keys have {keys} elements but values have {values}: both must be the same")]
+    LengthMismatch {
+        /// Elements of the keys.
+        keys: usize,
+        /// Elements of the values.
+        values: usize,
+    },
+
+    /// A row does not have the width of a token.
+    #[error("got {given} elements, but a token has {width} (num_heads x head_dim)")]
+    WidthMismatch {
+        /// Elements given.
+        given: usize,
+        /// Elements of one token.
+        width: usize,
+    },
+
+    /// An entry of a batch is wrong; no entry of that batch was written.
+    #[error("entry {index} of the batch: {source}")]
+    BatchEntry {
+        /// Position of the entry in the batch.
+        index: usize,
+        /// What is wrong with it.
+        source: Box<KvError>,
+    },
+
+    /// A write or an append does not fit.
+    #[error("tokens {}..{} do not fit: the capacity is {capacity} tokens", .range.start, .range.end)]
+    CapacityExceeded {
+        /// The tokens that would have been written.
+        range: Range<usize>,
+        /// Tokens the cache can hold.
+        capacity: usize,
+    },
+
+    /// A token that is not stored was read.
+    #[error("token {token} is out of range: {len} tokens are stored")]
+    TokenOutOfRange {
+        /// The token asked for.
+        token: usize,
+        /// Tokens stored.
+        len: usize,
+    },
+
+    /// A range ends before it starts.
+    #[error("the range {start}..{end} ends before it starts")]
+    InvertedRange {
+        /// First token.
+        start: usize,
+        /// One past the last token.
+        end: usize,
+    },
+
+    /// A range, or a new length, goes past the stored tokens.
+    #[error("the range {start}..{end} is out of bounds: {len} tokens are stored")]
+    RangeOutOfBounds {
+        /// First token.
+        start: usize,
+        /// One past the last token.
+        end: usize,
+        /// Tokens stored.
+        len: usize,
+    },
+
+    /// A buffer to read into is too short.
+    #[error("the buffer for the {plane} has {given} elements, but {wanted} are needed")]
+    OutputTooShort {
+        /// `keys` or `values`.
+        plane: &'static str,
+        /// Elements of the buffer.
+        given: usize,
+        /// Elements needed.
+        wanted: usize,
+    },
+
+    /// A view of these tokens is alive, so that they can not change.
+    #[error("tokens {}..{} can not change: {pins} view(s) of them are alive", .range.start, .range.end)]
+    Pinned {
+        /// The tokens that the call would have changed.
+        range: Range<usize>,
+        /// Views that overlap them.
+        pins: usize,
+    },
+
+    /// Rows past the length are reserved, and only their reservation can publish or give them up.
+    #[error(
+        "tokens {}..{} are reserved: commit or drop the reservation first",
+        .range.start, .range.end
+    )]
+    Reserved {
+        /// The reserved tokens.
+        range: Range<usize>,
+    },
+
+    /// The call would wait for a read closure that this thread is in.
+    #[error("a read closure of this cache is running on this thread: the write would wait for it")]
+    WouldDeadlock,
+
+    /// The time given to a call ran out before the tokens were free to change.
+    #[error("timed out: tokens {}..{} are still in use ({pins} view(s) of them are alive)", .range.start, .range.end)]
+    Timeout {
+        /// The tokens that the call would have changed.
+        range: Range<usize>,
+        /// Views that overlap them; 0 if it was a closure or another write.
+        pins: usize,
+    },
+}
+
+/// The result of everything in this crate that can fail.
+pub type Result<T, E = KvError> = std::result::Result<T, E>;
+
+impl From<KvError> for String {
+    fn from(error: KvError) -> Self {
+        error.to_string()
+    }
+}

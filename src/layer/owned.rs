@@ -1,0 +1,141 @@
+//! Spans that own their share of the cache's memory.
+
+use std::ops::Range;
+
+use super::span::KVSpan;
+use crate::dtype::Element;
+use crate::memory::{PinnedRows, ReservedRows};
+
+/// Tokens that stay as they are, and whose memory stays, for as long as this lives.
+///
+/// Made by [`LayerKvCache::pin_range`](super::LayerKvCache::pin_range). It holds no lock: the cache
+/// can be read and appended to, and even be gone altogether. Only what would change the pinned
+/// tokens is refused ([`KvError::Pinned`](crate::KvError::Pinned)).
+///
+/// [`span`](Self::span) borrows from `self`, so that what it returns can not outlive the pin. (A
+/// `Deref` to a [`KVSpan`], which is `Copy`, could not promise that.)
+///
+/// ```
+/// use kvspan::{KVCacheConfig, KvError, LayerKvCache};
+///
+/// let cache = LayerKvCache::new(KVCacheConfig::default());
+/// let width = cache.config.token_width();
+/// cache.append(&vec![1.0; 2 * width], &vec![2.0; 2 * width])?;
+///
+/// let pinned = cache.pin_range(0, 1)?;
+/// let row = vec![9.0; width];
+/// assert_eq!(cache.write_kv(0, &row, &row), Err(KvError::Pinned { range: 0..1, pins: 1 }));
+/// cache.write_kv(1, &row, &row)?; // not pinned
+/// drop(cache);
+/// assert_eq!(pinned.span().keys[0], 1.0);
+/// # Ok::<(), KvError>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "the pin ends when it is dropped"]
+pub struct PinnedSpan<T: Element = f32> {
+    rows: PinnedRows<T>,
+}
+
+impl<T: Element> PinnedSpan<T> {
+    pub(super) fn new(rows: PinnedRows<T>) -> Self {
+        Self { rows }
+    }
+
+    /// Borrows the pinned tokens.
+    pub fn span(&self) -> KVSpan<'_, T> {
+        let (keys, values) = self.rows.slices();
+        let Range { start, end } = *self.rows.range();
+        KVSpan::new(self.rows.geometry(), start, end, keys, values)
+    }
+
+    /// Returns the keys, `[len, num_heads, head_dim]`.
+    pub fn keys(&self) -> &[T] {
+        self.rows.slices().0
+    }
+
+    /// Returns the values, `[len, num_heads, head_dim]`.
+    pub fn values(&self) -> &[T] {
+        self.rows.slices().1
+    }
+
+    /// Returns the pinned tokens' positions in the cache.
+    pub fn range(&self) -> Range<usize> {
+        self.rows.range().clone()
+    }
+
+    /// Returns the number of tokens.
+    pub fn len(&self) -> usize {
+        self.rows.range().len()
+    }
+
+    /// Returns true if there are no tokens.
+    pub fn is_empty(&self) -> bool {
+        self.rows.range().is_empty()
+    }
+}
+
+/// Rows past the length, to compute keys and values into; [`commit`](Self::commit) publishes them
+/// as tokens, and dropping it discards them.
+///
+/// Made by [`LayerKvCache::reserve`](super::LayerKvCache::reserve). The rows are zero to begin
+/// with. Until it is gone, everything that would move the length fails with
+/// [`KvError::Reserved`](crate::KvError::Reserved); reading and overwriting go on.
+///
+/// ```
+/// use kvspan::{KVCacheConfig, LayerKvCache};
+///
+/// let cache = LayerKvCache::new(KVCacheConfig::default());
+/// let mut rows = cache.reserve(3)?;
+/// let (keys, values) = rows.keys_and_values_mut();
+/// keys.fill(1.0);
+/// values.fill(2.0);
+/// assert_eq!(cache.len(), 0); // nobody sees them yet
+/// assert_eq!(rows.commit(), 0..3);
+/// assert_eq!(cache.len(), 3);
+/// # Ok::<(), kvspan::KvError>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "the rows are discarded when it is dropped"]
+pub struct ReservedSpan<T: Element = f32> {
+    rows: ReservedRows<T>,
+}
+
+impl<T: Element> ReservedSpan<T> {
+    pub(super) fn new(rows: ReservedRows<T>) -> Self {
+        Self { rows }
+    }
+
+    /// Borrows the rows for reading.
+    pub fn span(&self) -> KVSpan<'_, T> {
+        let (keys, values) = self.rows.slices();
+        let Range { start, end } = *self.rows.range();
+        KVSpan::new(self.rows.geometry(), start, end, keys, values)
+    }
+
+    /// Borrows the keys and the values for writing, `[len, num_heads, head_dim]` each.
+    pub fn keys_and_values_mut(&mut self) -> (&mut [T], &mut [T]) {
+        self.rows.slices_mut()
+    }
+
+    /// Returns the positions that the rows will have.
+    pub fn range(&self) -> Range<usize> {
+        self.rows.range().clone()
+    }
+
+    /// Returns the number of rows.
+    pub fn len(&self) -> usize {
+        self.rows.range().len()
+    }
+
+    /// Returns true if there are no rows.
+    pub fn is_empty(&self) -> bool {
+        self.rows.range().is_empty()
+    }
+
+    /// Publishes the rows, all at once, and returns the positions of the new tokens.
+    pub fn commit(self) -> Range<usize> {
+        let range = self.range();
+        self.rows.commit();
+        range
+    }
+}

@@ -1,0 +1,116 @@
+//! What a reader sees: borrowed spans, and owned copies.
+
+use crate::config::Geometry;
+
+/// Keys and values of a range of tokens, borrowed where they lie.
+///
+/// # Shapes
+///
+/// `keys` and `values` are both `[len, num_heads, head_dim]` in C order: element `(t, h, d)` is at
+/// `(t * num_heads + h) * head_dim + d`, where `t` counts from the start of the span.
+///
+/// # Examples
+///
+/// ```
+/// use kvspan::{KVCacheConfig, LayerKvCache};
+///
+/// let cache = LayerKvCache::new(KVCacheConfig {
+///     max_tokens_per_seq: 16,
+///     num_heads: 2,
+///     hidden_dim_per_head: 4,
+/// });
+/// cache.append(&[1.0; 24], &[2.0; 24])?; // three tokens
+///
+/// cache.with_read_range(1, 3, |span| {
+///     assert_eq!((span.start(), span.end(), span.len()), (1, 3, 2));
+///     assert_eq!(span.keys.len(), span.len() * span.num_heads() * span.head_dim());
+///     let (keys, values) = span.token(0).unwrap(); // token 1 of the cache
+///     assert_eq!((keys, values), ([1.0; 8].as_slice(), [2.0; 8].as_slice()));
+/// })?;
+/// # Ok::<(), kvspan::KvError>(())
+/// ```
+#[derive(Clone, Copy, PartialEq)]
+pub struct KVSpan<'a, T = f32> {
+    /// The keys.
+    pub keys: &'a [T],
+    /// The values.
+    pub values: &'a [T],
+    start: usize,
+    end: usize,
+    num_heads: usize,
+    head_dim: usize,
+}
+
+impl<'a, T> KVSpan<'a, T> {
+    pub(super) fn new(
+        geometry: &Geometry,
+        start: usize,
+        end: usize,
+        keys: &'a [T],
+        values: &'a [T],
+    ) -> Self {
+        let (num_heads, head_dim) = (geometry.num_heads, geometry.head_dim);
+        Self { keys, values, start, end, num_heads, head_dim }
+    }
+
+    /// Returns the first token's position in the cache.
+    pub fn start(&self) -> usize {
+        self.start
+    }
+
+    /// Returns the position one past the last token.
+    pub fn end(&self) -> usize {
+        self.end
+    }
+
+    /// Returns the number of tokens.
+    pub fn len(&self) -> usize {
+        self.end - self.start
+    }
+
+    /// Returns true if there are no tokens.
+    pub fn is_empty(&self) -> bool {
+        self.start == self.end
+    }
+
+    /// Returns the number of KV heads.
+    pub fn num_heads(&self) -> usize {
+        self.num_heads
+    }
+
+    /// Returns the number of elements in one head.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// Returns the keys and the values of one token, `[num_heads, head_dim]` each, or `None` past
+    /// the end. `index` counts from the start of the span.
+    pub fn token(&self, index: usize) -> Option<(&'a [T], &'a [T])> {
+        if index >= self.len() {
+            return None;
+        }
+        let width = self.num_heads * self.head_dim;
+        let row = index * width..(index + 1) * width;
+        Some((self.keys.get(row.clone())?, self.values.get(row)?))
+    }
+}
+
+/// Says which tokens these are and what shape they have, never the data.
+impl<T> std::fmt::Debug for KVSpan<'_, T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("KVSpan")
+            .field("tokens", &(self.start..self.end))
+            .field("num_heads", &self.num_heads)
+            .field("head_dim", &self.head_dim)
+            .finish_non_exhaustive()
+    }
+}
+
+/// An owned copy of one token's keys and values, `[num_heads, head_dim]` each.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KVCacheEntry<T = f32> {
+    /// The keys.
+    pub keys: Vec<T>,
+    /// The values.
+    pub values: Vec<T>,
+}

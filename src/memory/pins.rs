@@ -1,0 +1,94 @@
+//! The ranges that must not change while views of them live.
+
+use std::ops::Range;
+
+use parking_lot::{Condvar, Mutex};
+use slab::Slab;
+
+use super::deadline::Deadline;
+
+/// A register of pinned row ranges.
+///
+/// To pin and to unpin cost O(1), for they happen with every view; to look for overlaps costs
+/// O(pins), for it happens only before published rows change.
+#[derive(Debug, Default)]
+pub(super) struct Pins {
+    register: Mutex<Register>,
+    unpinned: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Register {
+    held: Slab<Range<usize>>,
+    /// Callers in `wait_until_clear`, so that an unpin that nobody waits for notifies nobody.
+    waiting: usize,
+}
+
+/// What names one pin until it is given back.
+#[derive(Debug)]
+pub(super) struct PinKey(usize);
+
+impl Pins {
+    /// Pins `range`. The caller holds the gate shared, which is why no change of the range can be
+    /// going on.
+    pub(super) fn pin(&self, range: Range<usize>) -> PinKey {
+        PinKey(self.register.lock().held.insert(range))
+    }
+
+    pub(super) fn unpin(&self, key: &PinKey) {
+        let mut register = self.register.lock();
+        register.held.remove(key.0);
+        if register.waiting > 0 {
+            self.unpinned.notify_all();
+        }
+    }
+
+    /// The first of `ranges` that a pin overlaps, and how many do.
+    pub(super) fn conflict(
+        &self,
+        ranges: impl Iterator<Item = Range<usize>>,
+    ) -> Option<(Range<usize>, usize)> {
+        self.register.lock().conflict(ranges)
+    }
+
+    /// Waits until no pin overlaps any of `ranges`; returns the conflict that is left at `deadline`.
+    pub(super) fn wait_until_clear(
+        &self,
+        ranges: &(impl Iterator<Item = Range<usize>> + Clone),
+        deadline: Deadline,
+    ) -> Option<(Range<usize>, usize)> {
+        let mut register = self.register.lock();
+        let mut timed_out = false;
+        loop {
+            let conflict = register.conflict(ranges.clone())?;
+            if timed_out {
+                return Some(conflict);
+            }
+            register.waiting += 1;
+            match deadline {
+                Deadline::Now => timed_out = true,
+                Deadline::At(instant) => {
+                    timed_out = self.unpinned.wait_until(&mut register, instant).timed_out();
+                }
+                Deadline::Never => self.unpinned.wait(&mut register),
+            }
+            register.waiting -= 1;
+        }
+    }
+}
+
+impl Register {
+    fn conflict(
+        &self,
+        mut ranges: impl Iterator<Item = Range<usize>>,
+    ) -> Option<(Range<usize>, usize)> {
+        if self.held.is_empty() {
+            return None;
+        }
+        ranges.find_map(|range| {
+            let overlaps = |held: &&Range<usize>| held.start < range.end && range.start < held.end;
+            let pins = self.held.iter().map(|(_, held)| held).filter(overlaps).count();
+            (pins > 0).then_some((range, pins))
+        })
+    }
+}
