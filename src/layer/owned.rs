@@ -1,6 +1,8 @@
 //! Spans that own their share of the cache's memory.
 
 use std::ops::Range;
+#[cfg(feature = "python")]
+use std::ptr::NonNull;
 
 use super::span::KVSpan;
 use crate::dtype::Element;
@@ -46,6 +48,13 @@ impl<T: Element> PinnedSpan<T> {
         let (keys, values) = self.rows.slices();
         let Range { start, end } = *self.rows.range();
         KVSpan::new(self.rows.geometry(), start, end, keys, values)
+    }
+
+    /// Where the keys and the values are.
+    #[cfg(feature = "python")]
+    pub(crate) fn pointers(&self) -> [NonNull<T>; 2] {
+        let (keys, values) = self.rows.slices();
+        [keys, values].map(|plane| NonNull::from(plane).cast())
     }
 
     /// Returns the keys, `[len, num_heads, head_dim]`.
@@ -110,6 +119,12 @@ impl<T: Element> ReservedSpan<T> {
         let (keys, values) = self.rows.slices();
         let Range { start, end } = *self.rows.range();
         KVSpan::new(self.rows.geometry(), start, end, keys, values)
+    }
+
+    /// Where the keys and the values are, for whoever shares this object to read and write.
+    #[cfg(feature = "python")]
+    pub(crate) fn pointers(&self) -> [NonNull<T>; 2] {
+        self.rows.pointers()
     }
 
     /// Borrows the keys and the values for writing, `[len, num_heads, head_dim]` each.

@@ -73,6 +73,7 @@ impl<T: Element> Buffer<T> {
     }
 
     /// The address of `len` elements, for use while the caller's claim on them lasts.
+    #[cfg(feature = "python")]
     pub(super) fn pointer(&self, offset: usize, len: usize) -> NonNull<T> {
         self.at(offset, len)
     }
@@ -172,14 +173,20 @@ pub(crate) struct Target<'a, T> {
 // SAFETY: it stands for a `&[T]`, which is `Send`.
 unsafe impl<T: Sync> Send for Source<'_, T> {}
 
+// SAFETY: it stands for a `&[T]`, which is `Sync`.
+unsafe impl<T: Sync> Sync for Source<'_, T> {}
+
 // SAFETY: it stands for a `&mut [T]`, which is `Send`.
 unsafe impl<T: Send> Send for Target<'_, T> {}
+
+// SAFETY: it stands for a `&mut [T]`, which is `Sync`.
+unsafe impl<T: Sync> Sync for Target<'_, T> {}
 
 impl<T> Source<'_, T> {
     /// # Safety
     ///
     /// `elements` is aligned and readable for `len` elements during the lifetime of the result.
-    #[cfg_attr(not(feature = "python"), expect(dead_code, reason = "only foreign memory needs it"))]
+    #[cfg(feature = "python")]
     pub(crate) unsafe fn from_raw(elements: NonNull<T>, len: usize) -> Self {
         Self { elements, len, _owner: PhantomData }
     }
@@ -199,7 +206,7 @@ impl<T> Target<'_, T> {
     /// # Safety
     ///
     /// `elements` is aligned and writable for `len` elements during the lifetime of the result.
-    #[cfg_attr(not(feature = "python"), expect(dead_code, reason = "only foreign memory needs it"))]
+    #[cfg(feature = "python")]
     pub(crate) unsafe fn from_raw(elements: NonNull<T>, len: usize) -> Self {
         Self { elements, len, _owner: PhantomData }
     }

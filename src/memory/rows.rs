@@ -3,6 +3,8 @@
 #![expect(unsafe_code, reason = "slices of the shared buffer are made here, over claimed rows")]
 
 use std::ops::Range;
+#[cfg(feature = "python")]
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -513,6 +515,14 @@ impl<T: Element> ReservedRows<T> {
     pub(crate) fn slices(&self) -> (&[T], &[T]) {
         // SAFETY: nobody but this object's borrowers reaches the rows, and writing takes `&mut`.
         unsafe { self.rows.slices(&self.range) }
+    }
+
+    /// Where the keys and the values are, for whoever shares this object to read and write.
+    #[cfg(feature = "python")]
+    pub(crate) fn pointers(&self) -> [NonNull<T>; 2] {
+        let Some(buffer) = self.rows.buffer.get() else { return [NonNull::dangling(); 2] };
+        let len = self.range.len() * self.rows.geometry.width;
+        self.rows.planes(&self.range).map(|offset| buffer.pointer(offset, len))
     }
 
     /// The keys and the values, to be written.

@@ -1,1 +1,40 @@
-//! The Python extension module.
+//! The extension module `kvspan._kvspan`.
+//!
+//! A binding makes four moves: extract, detach, call, wrap. What is said here of the interpreter
+//! holds throughout: classes are frozen; nobody waits for a lock while attached; no Python code
+//! runs under a lock; long copies run detached; every wait can be interrupted.
+
+#![expect(clippy::doc_markdown, reason = "doc comments of Python classes are Python's docstrings")]
+#![expect(clippy::unused_self, reason = "methods and properties of Python objects take self")]
+
+mod buffer;
+mod cache;
+mod config;
+mod convert;
+mod error;
+mod fork;
+mod patience;
+mod reserved;
+mod span;
+
+use pyo3::prelude::*;
+
+#[pymodule(gil_used = false)]
+mod _kvspan {
+    #[pymodule_export]
+    use super::buffer::PyTensorView;
+    #[pymodule_export]
+    use super::cache::PyLayerKvCache;
+    #[pymodule_export]
+    use super::config::PyKVCacheConfig;
+    #[pymodule_export]
+    use super::fork::after_fork_in_child;
+    #[pymodule_export]
+    use super::reserved::PyReservedSpan;
+    #[pymodule_export]
+    use super::span::PyKVSpan;
+
+    #[pymodule_export]
+    #[expect(non_upper_case_globals, reason = "the name that Python tools look for")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+}

@@ -1,0 +1,33 @@
+"""A host-memory KV cache for LLM serving.
+
+:class:`LayerKvCache` holds one layer's keys and values of one sequence in a pre-allocated buffer:
+all-or-nothing writes, reads without a copy, safe to use from many threads.
+"""
+
+import os
+
+from kvspan import errors
+from kvspan._kvspan import (
+    KVCacheConfig,
+    KVSpan,
+    LayerKvCache,
+    ReservedSpan,
+    TensorView,
+    __version__,
+    _after_fork_in_child,
+)
+from kvspan.errors import KvCacheError
+
+__all__ = [
+    "KVCacheConfig",
+    "KVSpan",
+    "KvCacheError",
+    "LayerKvCache",
+    "ReservedSpan",
+    "TensorView",
+    "__version__",
+    "errors",
+]
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

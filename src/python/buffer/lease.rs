@@ -1,0 +1,208 @@
+//! A span's memory, and all who have a share of it.
+
+#![expect(unsafe_code, reason = "the number of references to an object")]
+
+use std::ptr::NonNull;
+
+use parking_lot::Mutex;
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+use crate::layer::{KVSpan, PinnedSpan, ReservedSpan};
+use crate::python::error::{ReleasedError, ViewsAliveError};
+use crate::python::fork::ProcessLocal;
+
+/// Bytes of an element.
+pub(super) const ITEMSIZE: isize = 4;
+
+/// What holds the memory: the object that arrays and views refer to. When the last of them is gone
+/// the tokens are unpinned, or the rows given up.
+#[pyclass(name = "_SpanMemory", module = "kvspan._kvspan", frozen)]
+#[derive(Debug)]
+pub(in crate::python) struct SpanMemory(ProcessLocal<Owner>);
+
+/// Who owns the rows.
+#[derive(Debug)]
+enum Owner {
+    /// A pin on published rows, which nobody writes.
+    Pinned(PinnedSpan),
+    /// A reservation, whose rows whoever has a view of them may write; `None` once it is ended,
+    /// which needs the last reference to the memory.
+    Reserved(Mutex<Option<ReservedSpan>>),
+}
+
+/// Keys or values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::python) enum Side {
+    Keys,
+    Values,
+}
+
+/// The share of the object that a caller got the span from, until it ends.
+///
+/// The lock is held for a few instructions, none of them Python's.
+#[derive(Debug)]
+pub(in crate::python) struct Lease(Mutex<Option<Py<SpanMemory>>>);
+
+/// The keys or the values of a span, as a C-ordered tensor of `f32` with a share of its memory.
+#[derive(Debug)]
+pub(in crate::python) struct Tensor<'py> {
+    pub(super) memory: Bound<'py, SpanMemory>,
+    pub(super) layout: Layout,
+}
+
+/// Where a tensor lies in its memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Layout {
+    pub(super) side: Side,
+    pub(super) readonly: bool,
+    /// `[tokens, num_heads, head_dim]`; the first does not count if `one_token`.
+    axes: [isize; 3],
+    one_token: bool,
+}
+
+impl Lease {
+    pub(in crate::python) fn pinned(py: Python<'_>, pinned: PinnedSpan) -> PyResult<Self> {
+        Self::new(py, Owner::Pinned(pinned))
+    }
+
+    pub(in crate::python) fn reserved(py: Python<'_>, reserved: ReservedSpan) -> PyResult<Self> {
+        Self::new(py, Owner::Reserved(Mutex::new(Some(reserved))))
+    }
+
+    fn new(py: Python<'_>, owner: Owner) -> PyResult<Self> {
+        let memory = Py::new(py, SpanMemory(ProcessLocal::new(owner)))?;
+        Ok(Self(Mutex::new(Some(memory))))
+    }
+
+    /// The keys or the values, with a share of their own.
+    ///
+    /// # Errors
+    ///
+    /// `ReleasedError` if the lease is over, `ForkedError` in a child.
+    pub(in crate::python) fn tensor<'py>(
+        &self,
+        py: Python<'py>,
+        side: Side,
+    ) -> PyResult<Tensor<'py>> {
+        let memory = self.0.lock().as_ref().map(|memory| memory.clone_ref(py)).ok_or_else(over)?;
+        let memory = memory.into_bound(py);
+        let layout = memory.get().layout(side)?;
+        Ok(Tensor { memory, layout })
+    }
+
+    /// Ends the lease; false if it was over before.
+    ///
+    /// # Errors
+    ///
+    /// `ViewsAliveError` if others have a share; the lease goes on.
+    pub(in crate::python) fn release(&self, py: Python<'_>) -> PyResult<bool> {
+        self.take(py).map(|memory| memory.is_some())
+    }
+
+    /// Ends the lease and publishes the reserved rows.
+    ///
+    /// # Errors
+    ///
+    /// As for [`release`](Self::release), and `ReleasedError` if the lease was over before.
+    pub(in crate::python) fn commit(&self, py: Python<'_>) -> PyResult<()> {
+        let memory = self.take(py)?.ok_or_else(over)?;
+        if let Owner::Reserved(reserved) = memory.get().0.get()?
+            && let Some(reserved) = reserved.lock().take()
+        {
+            reserved.commit();
+        }
+        Ok(())
+    }
+
+    /// Ends the lease; others keep their shares.
+    pub(in crate::python) fn give_up(&self) {
+        let memory = self.0.lock().take();
+        drop(memory);
+    }
+
+    pub(in crate::python) fn is_over(&self) -> bool {
+        self.0.lock().is_none()
+    }
+
+    fn take(&self, _py: Python<'_>) -> PyResult<Option<Py<SpanMemory>>> {
+        let mut lease = self.0.lock();
+        // Whoever leads to the memory refers to this object, and new references come from here or
+        // from old ones: if there is only one, nobody else can make another.
+        let views = lease.as_ref().map_or(0, |memory| {
+            // SAFETY: the object is alive, and this thread is attached.
+            unsafe { ffi::Py_REFCNT(memory.as_ptr()) - 1 }
+        });
+        if views > 0 {
+            drop(lease);
+            return Err(ViewsAliveError::new_err((
+                format!(
+                    "{views} view(s) over the span are alive: first delete the arrays, \
+                     memoryviews and tensors made from it"
+                ),
+                views,
+            )));
+        }
+        Ok(lease.take())
+    }
+}
+
+impl SpanMemory {
+    fn layout(&self, side: Side) -> PyResult<Layout> {
+        let axes = |span: KVSpan<'_>| [span.len(), span.num_heads(), span.head_dim()];
+        let (axes, readonly) = match self.0.get()? {
+            Owner::Pinned(pinned) => (axes(pinned.span()), true),
+            Owner::Reserved(reserved) => {
+                (axes(reserved.lock().as_ref().ok_or_else(over)?.span()), false)
+            }
+        };
+        let [tokens, heads, dim] = axes.map(isize::try_from);
+        Ok(Layout { side, readonly, axes: [tokens?, heads?, dim?], one_token: false })
+    }
+
+    /// Where the elements of one side are, as long as this lives.
+    pub(super) fn data(&self, side: Side) -> PyResult<NonNull<f32>> {
+        let [keys, values] = match self.0.get()? {
+            Owner::Pinned(pinned) => pinned.pointers(),
+            Owner::Reserved(reserved) => reserved.lock().as_ref().ok_or_else(over)?.pointers(),
+        };
+        Ok(match side {
+            Side::Keys => keys,
+            Side::Values => values,
+        })
+    }
+}
+
+impl Tensor<'_> {
+    /// The same memory without the axis of tokens, of which there is one.
+    pub(in crate::python) fn of_one_token(mut self) -> Self {
+        self.layout.one_token = true;
+        self
+    }
+}
+
+impl Layout {
+    pub(super) fn axes(&self) -> &[isize] {
+        &self.axes[usize::from(self.one_token)..]
+    }
+
+    pub(super) fn axes_mut(&mut self) -> &mut [isize] {
+        &mut self.axes[usize::from(self.one_token)..]
+    }
+
+    /// From one element to the next along each axis, in bytes.
+    pub(super) fn strides_bytes(mut self) -> Self {
+        // The largest of these is at most the size of the buffer.
+        let [_, heads, dim] = self.axes;
+        self.axes = [heads * dim * ITEMSIZE, dim * ITEMSIZE, ITEMSIZE];
+        self
+    }
+
+    pub(super) fn nbytes(&self) -> isize {
+        self.axes.iter().product::<isize>() * ITEMSIZE
+    }
+}
+
+fn over() -> PyErr {
+    ReleasedError::new_err(("the span is over: it was released, committed or discarded",))
+}

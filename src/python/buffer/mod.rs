@@ -1,0 +1,18 @@
+//! The cache's memory as Python's protocols see it, and Python's memory as the cache sees it.
+//!
+//! Beside `crate::memory`, this is the only place with unsafe code.
+//!
+//! What keeps exported memory alive, and keeps it from changing, is the *object* that exported it
+//! and not the number of its exports: several consumers (`torch.frombuffer`, `np.ndarray(buffer=)`)
+//! give the export back at once and keep only the object. So everything that leads to the memory
+//! keeps a reference to the one object that holds it, [`SpanMemory`](lease::SpanMemory).
+
+mod array;
+mod foreign;
+mod lease;
+mod view;
+
+pub(super) use array::new_array;
+pub(super) use foreign::Foreign;
+pub(super) use lease::{Lease, Side};
+pub(super) use view::PyTensorView;

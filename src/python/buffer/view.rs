@@ -1,0 +1,170 @@
+//! `TensorView`: the object that exports keys or values.
+
+#![expect(unsafe_code, reason = "the buffer protocol")]
+
+use std::ffi::{c_int, c_void};
+use std::ptr;
+
+use pyo3::exceptions::PyBufferError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use super::lease::{ITEMSIZE, Layout, SpanMemory, Tensor};
+use crate::dtype::DType;
+
+/// The keys or the values of a span, as memory that other libraries read in place.
+///
+/// It offers the buffer protocol (``np.asarray``, ``memoryview``) and DLPack (``np.from_dlpack``,
+/// ``torch.from_dlpack``, ``jax.dlpack.from_dlpack``), both without a copy. Those of a view are
+/// read-only, those of a reservation can be written. While it, or anything made from it, is alive,
+/// the tokens stay pinned, or the rows reserved.
+///
+/// Read-only memory is exported through DLPack with the read-only flag of version 1. A consumer
+/// that does not speak that version gets a BufferError; ``copy=True`` gives it a copy of its own.
+/// Note that ``torch.from_dlpack`` ignores the flag: never write to a tensor over a view.
+#[pyclass(name = "TensorView", module = "kvspan", frozen, weakref)]
+#[derive(Debug)]
+pub(in crate::python) struct PyTensorView {
+    memory: Py<SpanMemory>,
+    /// At the address that the buffer protocol hands out, as are the strides.
+    layout: Layout,
+    strides_bytes: Layout,
+}
+
+/// Device type and number of host memory, in DLPack.
+const CPU: (i32, i32) = (1, 0);
+
+impl PyTensorView {
+    pub(in crate::python) fn new(tensor: Tensor<'_>) -> Self {
+        let Tensor { memory, layout } = tensor;
+        Self { memory: memory.unbind(), layout, strides_bytes: layout.strides_bytes() }
+    }
+}
+
+#[pymethods]
+impl PyTensorView {
+    /// The shape: [tokens, num_heads, head_dim], or the last two for a single token.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.layout.axes())
+    }
+
+    /// Bytes from one element to the next along each axis.
+    #[getter]
+    fn strides<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.strides_bytes.axes())
+    }
+
+    /// Name of the element type, as NumPy spells it.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        DType::F32.name()
+    }
+
+    /// Bytes of the memory.
+    #[getter]
+    fn nbytes(&self) -> isize {
+        self.layout.nbytes()
+    }
+
+    /// Whether the memory is only to be read.
+    #[getter]
+    fn readonly(&self) -> bool {
+        self.layout.readonly
+    }
+
+    fn __len__(&self) -> usize {
+        self.layout.axes()[0].unsigned_abs()
+    }
+
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let readonly = if slf.get().layout.readonly { "True" } else { "False" };
+        let shape = slf.get().shape(slf.py())?;
+        Ok(format!("TensorView(shape={shape}, dtype='float32', readonly={readonly})"))
+    }
+
+    /// Exports the memory through DLPack; see the class.
+    ///
+    /// Raises BufferError for a stream, another device than the CPU, and for read-only memory if
+    /// `max_version` is below (1, 0) and no copy was asked for.
+    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
+    fn __dlpack__<'py>(
+        slf: &Bound<'py, Self>,
+        stream: Option<&Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        if stream.is_some() {
+            return Err(PyBufferError::new_err("stream must be None for memory of the CPU"));
+        }
+        if let Some(device) = dl_device.filter(|&device| device != CPU) {
+            return Err(PyBufferError::new_err(format!(
+                "the memory is on device {CPU:?}, the CPU, and can not be exported to {device:?}"
+            )));
+        }
+        let versioned = max_version.is_some_and(|(major, _)| major >= 1);
+        if slf.get().layout.readonly && !versioned && copy != Some(true) {
+            return Err(PyBufferError::new_err(
+                "the memory is read-only, which DLPack can not say before version 1.0: pass \
+                 max_version=(1, 0), or copy=True for a copy of your own",
+            ));
+        }
+        // NumPy makes the capsule; it keeps the array, and so this view.
+        let options = PyDict::new(slf.py());
+        options.set_item("max_version", max_version)?;
+        options.set_item("copy", copy)?;
+        let memory = slf.get().memory.bind(slf.py()).clone();
+        let array = Tensor { memory, layout: slf.get().layout }.into_array()?;
+        array.call_method("__dlpack__", (), Some(&options))
+    }
+
+    /// The device as DLPack numbers it: (1, 0), the CPU.
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        CPU
+    }
+
+    /// # Safety
+    ///
+    /// `view` is what the buffer protocol passes: a `Py_buffer` to fill, or null.
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
+        let Some(mut view) = ptr::NonNull::new(view) else {
+            return Err(PyBufferError::new_err("there is no Py_buffer to fill"));
+        };
+        // SAFETY: the caller passes a `Py_buffer` that is its own to fill.
+        let view = unsafe { view.as_mut() };
+        // What the protocol asks for in case of an error.
+        view.obj = ptr::null_mut();
+        let this = slf.get();
+        let data = this.memory.get().data(this.layout.side)?;
+        let wants = |flag: c_int| flags & flag == flag;
+        if wants(ffi::PyBUF_WRITABLE) && this.layout.readonly {
+            return Err(PyBufferError::new_err("the tokens of a view are read-only"));
+        }
+        if wants(ffi::PyBUF_F_CONTIGUOUS) {
+            return Err(PyBufferError::new_err("the memory is in C order, not in Fortran order"));
+        }
+        view.buf = data.as_ptr().cast::<c_void>();
+        view.len = this.layout.nbytes();
+        view.itemsize = ITEMSIZE;
+        view.readonly = c_int::from(this.layout.readonly);
+        view.ndim = c_int::try_from(this.layout.axes().len())?;
+        // What follows points into `slf`, which does not move, and which `obj` keeps alive.
+        let if_wanted = |flag, pointer: *const isize| {
+            if wants(flag) { pointer.cast_mut() } else { ptr::null_mut() }
+        };
+        view.shape = if_wanted(ffi::PyBUF_ND, this.layout.axes().as_ptr());
+        view.strides = if_wanted(ffi::PyBUF_STRIDES, this.strides_bytes.axes().as_ptr());
+        view.format =
+            if wants(ffi::PyBUF_FORMAT) { c"f".as_ptr().cast_mut() } else { ptr::null_mut() };
+        view.suboffsets = ptr::null_mut();
+        view.internal = ptr::null_mut();
+        view.obj = slf.into_any().into_ptr();
+        Ok(())
+    }
+}

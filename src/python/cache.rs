@@ -1,0 +1,515 @@
+//! `LayerKvCache`.
+
+use std::ops::Range;
+
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyRange, PyTuple};
+
+use super::buffer::{Foreign, Lease, Side, new_array};
+use super::config::PyKVCacheConfig;
+use super::convert::{Seconds, Tokens};
+use super::error::InvalidInputError;
+use super::fork::ProcessLocal;
+use super::patience;
+use super::reserved::{PyReservedSpan, positions};
+use super::span::PyKVSpan;
+use crate::layer::{LayerKvCache, PinnedSpan};
+use crate::memory::RowWrite;
+
+/// The keys and values of one sequence in one transformer layer, in one pre-allocated buffer.
+///
+/// Safe to use from many threads. Tokens ``0..len`` are published: appending past them never waits
+/// for a reader or a view and never disturbs one; changing them (overwriting, ``truncate``,
+/// ``reset``) raises PinnedError while a view of an overlapping range is alive, or waits for it up
+/// to ``timeout`` seconds if one is given. No wait holds the interpreter, and Ctrl-C ends every
+/// wait. After any exception the cache is as it was.
+///
+/// Keys and values are C-contiguous float32: NumPy arrays, any other buffer, or DLPack exporters
+/// such as PyTorch tensors. One token is [num_heads, head_dim] or flat; many are
+/// [tokens, num_heads, head_dim] or [tokens, num_heads * head_dim].
+///
+/// ``copy.copy`` gives a cache that shares the tokens, ``copy.deepcopy`` one with a copy of them.
+/// A cache can not be used in a child that was forked after it was made.
+///
+/// Parameters
+/// ----------
+/// config : KVCacheConfig, optional
+///     The shape; by default ``KVCacheConfig()``. No buffer is allocated yet.
+///
+/// Examples
+/// --------
+/// >>> import numpy as np, kvspan
+/// >>> cache = kvspan.LayerKvCache(kvspan.KVCacheConfig(num_heads=2, hidden_dim_per_head=4))
+/// >>> prompt = np.ones((3, 2, 4), dtype=np.float32)
+/// >>> cache.append(prompt, prompt)
+/// range(0, 3)
+/// >>> span = cache.view()
+/// >>> span.keys.shape
+/// (3, 2, 4)
+#[pyclass(name = "LayerKvCache", module = "kvspan", frozen, weakref)]
+#[derive(Debug)]
+pub(super) struct PyLayerKvCache {
+    config: PyKVCacheConfig,
+    cache: ProcessLocal<LayerKvCache>,
+}
+
+impl PyLayerKvCache {
+    fn with_cache(config: PyKVCacheConfig, cache: LayerKvCache) -> Self {
+        Self { config, cache: ProcessLocal::new(cache) }
+    }
+
+    /// Heads and elements of a head.
+    fn dims(&self) -> (usize, usize) {
+        (self.config.config.num_heads, self.config.config.hidden_dim_per_head)
+    }
+
+    fn pin(&self, py: Python<'_>, start: usize, end: Option<usize>) -> PyResult<PinnedSpan> {
+        let cache = self.cache.get()?;
+        patience::run(py, 0, None, |patience| cache.pin_until(start, end, patience.deadline))
+    }
+
+    fn pin_token(&self, py: Python<'_>, token_idx: Tokens) -> PyResult<PinnedSpan> {
+        self.pin(py, token_idx.0, Some(token_idx.0.saturating_add(1)))
+    }
+
+    /// New arrays with the keys and the values of `pinned`.
+    fn copies<'py>(
+        &self,
+        py: Python<'py>,
+        pinned: &PinnedSpan,
+        axes: &[usize],
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let (keys, keys_room) = new_array(py, axes)?;
+        let (values, values_room) = new_array(py, axes)?;
+        self.copy_out(py, pinned.range(), &keys_room, &values_room)?;
+        PyTuple::new(py, [keys, values])
+    }
+
+    fn copy_out(
+        &self,
+        py: Python<'_>,
+        range: Range<usize>,
+        keys: &Foreign<'_>,
+        values: &Foreign<'_>,
+    ) -> PyResult<()> {
+        let cache = self.cache.get()?;
+        let nbytes = range.len().saturating_mul(2 * self.config.config.token_width() * 4);
+        let (keys, values) = (keys.target(), values.target());
+        patience::run(py, nbytes, None, |patience| {
+            cache.copy_out_until(range.clone(), &keys, &values, patience.deadline)
+        })
+    }
+
+    /// Writes rows `(token, keys, values)` given one by one.
+    fn write_entries(
+        &self,
+        py: Python<'_>,
+        entries: &Bound<'_, PyAny>,
+        timeout: Option<Seconds>,
+    ) -> PyResult<()> {
+        let (heads, dim) = self.dims();
+        let mut rows = Vec::new();
+        for (index, entry) in entries.try_iter()?.enumerate() {
+            let in_batch = |error: PyErr| in_entry(py, index, error);
+            let entry = entry?;
+            let (token, keys, values) = entry
+                .extract::<(Tokens, Bound<'_, PyAny>, Bound<'_, PyAny>)>()
+                .map_err(in_batch)?;
+            let keys = Foreign::extract(&keys, "keys").map_err(in_batch)?;
+            let values = Foreign::extract(&values, "values").map_err(in_batch)?;
+            keys.one_token(heads, dim).map_err(in_batch)?;
+            values.one_token(heads, dim).map_err(in_batch)?;
+            rows.push((token.0, keys, values));
+        }
+        let writes: Vec<_> = rows
+            .iter()
+            .map(|(at, keys, values)| RowWrite {
+                at: *at,
+                rows: 1,
+                keys: keys.source(),
+                values: values.source(),
+            })
+            .collect();
+        let nbytes = rows.iter().map(|(_, keys, values)| keys.nbytes() + values.nbytes()).sum();
+        self.write_batch(py, &writes, nbytes, timeout)
+    }
+
+    /// Writes rows given as three arrays.
+    fn write_arrays(
+        &self,
+        py: Python<'_>,
+        token_idxs: &Bound<'_, PyAny>,
+        keys: &Bound<'_, PyAny>,
+        values: &Bound<'_, PyAny>,
+        timeout: Option<Seconds>,
+    ) -> PyResult<()> {
+        let (heads, dim) = self.dims();
+        let tokens = token_indices(token_idxs)?;
+        let keys = Foreign::extract(keys, "keys")?;
+        let values = Foreign::extract(values, "values")?;
+        let given = (keys.many_tokens(heads, dim)?, values.many_tokens(heads, dim)?);
+        if given != (tokens.len(), tokens.len()) {
+            return Err(InvalidInputError::new_err((format!(
+                "{} token indices were given with {} rows of keys and {} rows of values: all \
+                 must be the same",
+                tokens.len(),
+                given.0,
+                given.1
+            ),)));
+        }
+        let width = heads * dim;
+        let writes: Vec<_> = tokens
+            .into_iter()
+            .enumerate()
+            .map(|(row, at)| RowWrite {
+                at,
+                rows: 1,
+                keys: keys.token(row, width),
+                values: values.token(row, width),
+            })
+            .collect();
+        self.write_batch(py, &writes, keys.nbytes() + values.nbytes(), timeout)
+    }
+
+    fn write_batch(
+        &self,
+        py: Python<'_>,
+        writes: &[RowWrite<'_, f32>],
+        nbytes: usize,
+        timeout: Option<Seconds>,
+    ) -> PyResult<()> {
+        let cache = self.cache.get()?;
+        patience::run(py, nbytes, timeout.map(|timeout| timeout.0), |patience| {
+            cache.write_batch(writes.iter().copied(), patience)
+        })
+    }
+}
+
+#[pymethods]
+impl PyLayerKvCache {
+    #[new]
+    #[pyo3(signature = (config = None))]
+    fn new(config: Option<PyKVCacheConfig>) -> Self {
+        let config = config.unwrap_or_default();
+        Self::with_cache(config, LayerKvCache::new(config.config))
+    }
+
+    // Writing
+
+    /// Makes the first `seq_len` tokens readable; those never written are zeros.
+    ///
+    /// The first call allocates the buffer. The length becomes `seq_len`, or the capacity if that
+    /// is less, and never shrinks.
+    ///
+    /// Raises InvalidInputError if `seq_len` is 0, OutOfMemoryError, and ReservedError if the
+    /// length would move while a reservation is open.
+    fn initialize(&self, py: Python<'_>, seq_len: Tokens) -> PyResult<()> {
+        let cache = self.cache.get()?;
+        patience::run(py, 0, None, |patience| cache.initialize_until(seq_len.0, patience.deadline))
+    }
+
+    /// Writes one token's keys and values at `token_idx`.
+    ///
+    /// The bound is the capacity, not the length: a write past the length moves it, and the gap
+    /// reads as zeros; a write below it replaces the token. For the usual case of adding tokens at
+    /// the end see ``append``.
+    ///
+    /// Raises InvalidInputError, CapacityExceededError, NotInitializedError before ``initialize``,
+    /// PinnedError while a view of the token is alive, or KvTimeoutError after `timeout` seconds.
+    #[pyo3(signature = (token_idx, keys, values, *, timeout = None))]
+    fn write_kv(
+        &self,
+        py: Python<'_>,
+        token_idx: Tokens,
+        keys: &Bound<'_, PyAny>,
+        values: &Bound<'_, PyAny>,
+        timeout: Option<Seconds>,
+    ) -> PyResult<()> {
+        let (heads, dim) = self.dims();
+        let keys = Foreign::extract(keys, "keys")?;
+        let values = Foreign::extract(values, "values")?;
+        keys.one_token(heads, dim)?;
+        values.one_token(heads, dim)?;
+        let cache = self.cache.get()?;
+        let (nbytes, timeout) = (2 * keys.nbytes(), timeout.map(|timeout| timeout.0));
+        let (keys, values) = (keys.source(), values.source());
+        patience::run(py, nbytes, timeout, |patience| {
+            cache.write_rows(token_idx.0, 1, keys, values, patience)
+        })
+    }
+
+    /// Writes many tokens, all or none; readers see all of them or none.
+    ///
+    /// Either ``write_kv_batch([(token_idx, keys, values), ...])``, or three arrays:
+    /// ``write_kv_batch(token_idxs, keys, values)`` with integers [n] and keys and values
+    /// [n, num_heads, head_dim]. In any order; if an index occurs twice the last one wins. An empty
+    /// batch is fine.
+    ///
+    /// Raises what ``write_kv`` raises, and says which entry is at fault.
+    #[pyo3(signature = (token_idxs, keys = None, values = None, *, timeout = None))]
+    fn write_kv_batch(
+        &self,
+        py: Python<'_>,
+        token_idxs: &Bound<'_, PyAny>,
+        keys: Option<&Bound<'_, PyAny>>,
+        values: Option<&Bound<'_, PyAny>>,
+        timeout: Option<Seconds>,
+    ) -> PyResult<()> {
+        match (keys, values) {
+            (None, None) => self.write_entries(py, token_idxs, timeout),
+            (Some(keys), Some(values)) => self.write_arrays(py, token_idxs, keys, values, timeout),
+            _ => Err(PyTypeError::new_err(
+                "write_kv_batch takes a list of (token_idx, keys, values), or three arrays",
+            )),
+        }
+    }
+
+    /// Adds one or more tokens at the end, and returns their positions as a range.
+    ///
+    /// Strict: what does not fit is refused whole (CapacityExceededError). Needs no
+    /// ``initialize``. Never waits for a reader or a view.
+    ///
+    /// Raises InvalidInputError, CapacityExceededError, ReservedError or OutOfMemoryError.
+    fn append<'py>(
+        &self,
+        py: Python<'py>,
+        keys: &Bound<'py, PyAny>,
+        values: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyRange>> {
+        let (heads, dim) = self.dims();
+        let keys = Foreign::extract(keys, "keys")?;
+        let values = Foreign::extract(values, "values")?;
+        keys.any_tokens(heads, dim)?;
+        values.any_tokens(heads, dim)?;
+        let cache = self.cache.get()?;
+        let nbytes = keys.nbytes() + values.nbytes();
+        let (keys, values) = (keys.source(), values.source());
+        let range = patience::run(py, nbytes, None, |patience| {
+            cache.append_until(keys, values, patience.deadline)
+        })?;
+        positions(py, &range)
+    }
+
+    /// Takes the next `num_tokens` rows to compute into; see ``ReservedSpan``.
+    ///
+    /// Raises CapacityExceededError, ReservedError if a reservation is open, or OutOfMemoryError.
+    fn reserve(&self, py: Python<'_>, num_tokens: Tokens) -> PyResult<PyReservedSpan> {
+        let cache = self.cache.get()?;
+        let reserved = patience::run(py, 0, None, |patience| {
+            cache.reserve_until(num_tokens.0, patience.deadline)
+        })?;
+        PyReservedSpan::new(py, reserved)
+    }
+
+    /// Makes `new_len` the length. The tokens beyond it are gone.
+    ///
+    /// Raises OutOfRangeError if `new_len` is more than the length, PinnedError while a view of the
+    /// tokens beyond is alive, KvTimeoutError after `timeout` seconds, or ReservedError.
+    #[pyo3(signature = (new_len, *, timeout = None))]
+    fn truncate(&self, py: Python<'_>, new_len: Tokens, timeout: Option<Seconds>) -> PyResult<()> {
+        let cache = self.cache.get()?;
+        patience::run(py, 0, timeout.map(|timeout| timeout.0), |patience| {
+            cache.truncate_with(new_len.0, patience)
+        })
+    }
+
+    /// Makes the cache empty, and keeps the buffer for the next sequence.
+    ///
+    /// Raises what ``truncate`` raises.
+    #[pyo3(signature = (*, timeout = None))]
+    fn reset(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<()> {
+        self.truncate(py, Tokens(0), timeout)
+    }
+
+    // Reading
+
+    /// Returns a view of the tokens `start` to `end`, by default all of them; see ``KVSpan``.
+    ///
+    /// Raises OutOfRangeError if the range is not stored.
+    #[pyo3(signature = (start = Tokens(0), end = None), text_signature = "($self, start=0, end=None)")]
+    fn view(&self, py: Python<'_>, start: Tokens, end: Option<Tokens>) -> PyResult<PyKVSpan> {
+        let pinned = self.pin(py, start.0, end.map(|end| end.0))?;
+        PyKVSpan::new(py, pinned)
+    }
+
+    /// Calls ``f(keys, values)`` with read-only arrays [num_heads, head_dim] of one token, and
+    /// returns its result.
+    ///
+    /// `f` runs under a pin and no lock: it may call the cache, start threads, raise, or keep the
+    /// arrays, which then keep the token pinned.
+    ///
+    /// Raises OutOfRangeError if the token is not stored, and whatever `f` raises.
+    fn with_read_kv<'py>(
+        &self,
+        py: Python<'py>,
+        token_idx: Tokens,
+        f: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let lease = Lease::pinned(py, self.pin_token(py, token_idx)?)?;
+        let [keys, values] = [Side::Keys, Side::Values]
+            .map(|side| lease.tensor(py, side)?.of_one_token().into_array());
+        // From here on the arrays alone keep the token pinned.
+        drop(lease);
+        f.call1((keys?, values?))
+    }
+
+    /// Calls ``f(span)`` with a ``KVSpan`` of the tokens `start_token` to `end_token`, and returns
+    /// its result. As for ``with_read_kv``, `f` runs under a pin and no lock.
+    ///
+    /// Raises OutOfRangeError if the range is not stored, and whatever `f` raises.
+    fn with_read_range<'py>(
+        &self,
+        py: Python<'py>,
+        start_token: Tokens,
+        end_token: Tokens,
+        f: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        f.call1((self.view(py, start_token, Some(end_token))?,))
+    }
+
+    /// Copies the tokens `start_token` to `end_token` to the start of two writable arrays.
+    ///
+    /// Larger arrays are fine; what is past the tokens is left alone. They can have the shapes of
+    /// keys and values, or be flat.
+    ///
+    /// Raises InvalidInputError if an array is of another kind, read-only or too small, and
+    /// OutOfRangeError if the range is not stored.
+    fn read_range_into(
+        &self,
+        py: Python<'_>,
+        start_token: Tokens,
+        end_token: Tokens,
+        keys_out: &Bound<'_, PyAny>,
+        values_out: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (heads, dim) = self.dims();
+        let keys = Foreign::extract(keys_out, "keys_out")?;
+        let values = Foreign::extract(values_out, "values_out")?;
+        keys.room(heads, dim)?;
+        values.room(heads, dim)?;
+        self.copy_out(py, start_token.0..end_token.0, &keys, &values)
+    }
+
+    /// Returns new arrays [num_heads, head_dim] with the keys and the values of one token.
+    ///
+    /// Raises OutOfRangeError if the token is not stored.
+    fn read_kv<'py>(&self, py: Python<'py>, token_idx: Tokens) -> PyResult<Bound<'py, PyTuple>> {
+        let pinned = self.pin_token(py, token_idx)?;
+        let (heads, dim) = self.dims();
+        self.copies(py, &pinned, &[heads, dim])
+    }
+
+    /// Returns new arrays [tokens, num_heads, head_dim] with the keys and the values of the tokens
+    /// `start` to `end`.
+    ///
+    /// Raises OutOfRangeError if the range is not stored.
+    fn read_range<'py>(
+        &self,
+        py: Python<'py>,
+        start: Tokens,
+        end: Tokens,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let pinned = self.pin(py, start.0, Some(end.0))?;
+        let (heads, dim) = self.dims();
+        self.copies(py, &pinned, &[pinned.len(), heads, dim])
+    }
+
+    // The cache itself
+
+    /// Returns true if no tokens are stored.
+    fn is_empty(&self) -> PyResult<bool> {
+        Ok(self.cache.get()?.is_empty())
+    }
+
+    /// Has the system provide the whole buffer now, so that no later write pays for a page fault.
+    ///
+    /// Allocates the buffer if need be, and changes no token. Raises OutOfMemoryError.
+    fn prefault(&self, py: Python<'_>) -> PyResult<()> {
+        let cache = self.cache.get()?;
+        patience::run(py, usize::MAX, None, |patience| cache.prefault_until(patience.deadline))
+    }
+
+    /// The configuration the cache was made with.
+    #[getter]
+    fn config(&self) -> PyKVCacheConfig {
+        self.config
+    }
+
+    /// Number of tokens that fit.
+    #[getter]
+    fn capacity(&self) -> usize {
+        self.config.config.max_tokens_per_seq
+    }
+
+    /// Bytes of the buffer, keys and values together; 0 before it is allocated.
+    #[getter]
+    fn nbytes(&self) -> PyResult<usize> {
+        Ok(self.cache.get()?.nbytes())
+    }
+
+    fn __len__(&self) -> PyResult<usize> {
+        Ok(self.cache.get()?.len())
+    }
+
+    fn __copy__(&self) -> PyResult<Self> {
+        Ok(Self::with_cache(self.config, self.cache.get()?.clone()))
+    }
+
+    fn __deepcopy__(&self, py: Python<'_>, _memo: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let cache = self.cache.get()?;
+        let copy = py.detach(|| cache.deep_clone())?;
+        Ok(Self::with_cache(self.config, copy))
+    }
+
+    fn __repr__(&self) -> PyResult<String> {
+        let (len, capacity) = (self.cache.get()?.len(), self.capacity());
+        let (heads, dim) = self.dims();
+        Ok(format!(
+            "LayerKvCache(len={len}, capacity={capacity}, num_heads={heads}, head_dim={dim}, \
+             dtype='float32')"
+        ))
+    }
+}
+
+/// The elements of an array or a sequence of integers.
+fn token_indices(token_idxs: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
+    let numpy = token_idxs.py().import("numpy")?;
+    let array = numpy.call_method1("asarray", (token_idxs,))?;
+    let kind: String = array.getattr("dtype")?.getattr("kind")?.extract()?;
+    let is_empty = array.getattr("size")?.extract::<usize>()? == 0;
+    if !(is_empty || kind == "i" || kind == "u") {
+        return Err(PyTypeError::new_err(format!(
+            "token_idxs must be integers, but their dtype is {}",
+            array.getattr("dtype")?
+        )));
+    }
+    if array.getattr("ndim")?.extract::<usize>()? != 1 {
+        return Err(InvalidInputError::new_err((format!(
+            "token_idxs must have one axis, but their shape is {}",
+            array.getattr("shape")?
+        ),)));
+    }
+    // A list is converted element by element, which finds negative numbers, and says where.
+    let list = array.call_method0("tolist")?;
+    list.try_iter()?
+        .enumerate()
+        .map(|(index, token)| {
+            let token: PyResult<Tokens> = token.and_then(|token| token.extract());
+            token.map(|token| token.0).map_err(|error| in_entry(token_idxs.py(), index, error))
+        })
+        .collect()
+}
+
+/// Says in `error` which entry of a batch it is about.
+fn in_entry(py: Python<'_>, index: usize, error: PyErr) -> PyErr {
+    let described = || {
+        let value = error.value(py);
+        let mut args: Vec<Bound<'_, PyAny>> = value.getattr("args")?.extract()?;
+        let message = format!("entry {index} of the batch: {}", value.str()?);
+        args.splice(..args.len().min(1), [message.into_pyobject(py)?.into_any()]);
+        let same_kind = value.get_type().call1(PyTuple::new(py, args)?)?;
+        PyResult::Ok(PyErr::from_value(same_kind))
+    };
+    described().unwrap_or(error)
+}

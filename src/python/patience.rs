@@ -1,0 +1,45 @@
+//! Waiting as a guest of the interpreter: never attached, and never deaf to Ctrl-C.
+
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
+
+use crate::error::{KvError, Result};
+use crate::memory::{Deadline, Patience};
+
+/// Up to this many bytes are copied attached: to detach and attach again costs as much as copying a
+/// few KiB, and this much copies in the time of a few Python instructions.
+const ATTACHED_COPY_BYTES: usize = 64 * 1024;
+
+/// How long a wait goes on between two looks for signals.
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Runs `call`, attached if it is short and need not wait.
+///
+/// `call` is given what it may wait for, and reports [`KvError::Timeout`] when that is over, having
+/// changed nothing; it is called again until it does something else. With a `timeout` it waits for
+/// views as well, and the last [`KvError::Timeout`] is the result.
+pub(super) fn run<R: Send>(
+    py: Python<'_>,
+    bytes: usize,
+    timeout: Option<Duration>,
+    call: impl Fn(Patience) -> Result<R> + Send + Sync,
+) -> PyResult<R> {
+    let for_pins = timeout.is_some();
+    if bytes <= ATTACHED_COPY_BYTES {
+        match call(Patience { deadline: Deadline::Now, for_pins }) {
+            Err(KvError::Timeout { .. }) => {}
+            done => return Ok(done?),
+        }
+    }
+    let end = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+    loop {
+        let pause = Instant::now() + SIGNAL_INTERVAL;
+        let last = end.is_some_and(|end| end <= pause);
+        let deadline = Deadline::At(end.map_or(pause, |end| end.min(pause)));
+        match py.detach(|| call(Patience { deadline, for_pins })) {
+            Err(KvError::Timeout { .. }) if !last => py.check_signals()?,
+            done => return Ok(done?),
+        }
+    }
+}
