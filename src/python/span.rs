@@ -26,7 +26,7 @@ use crate::layer::PinnedSpan;
 /// >>> with cache.view(1, 3) as span:
 /// ...     print(span.keys.shape, float(span.values.sum()), len(span))
 /// (2, 2, 4) 32.0 2
-#[pyclass(name = "KVSpan", module = "kvspan", frozen, weakref)]
+#[pyclass(name = "KVSpan", module = "kvspan", frozen, weakref, freelist = 64)]
 #[derive(Debug)]
 pub(super) struct PyKVSpan {
     range: Range<usize>,

@@ -17,7 +17,7 @@ pub(super) const ITEMSIZE: isize = 4;
 
 /// What holds the memory: the object that arrays and views refer to. When the last of them is gone
 /// the tokens are unpinned, or the rows given up.
-#[pyclass(name = "_SpanMemory", module = "kvspan._kvspan", frozen)]
+#[pyclass(name = "_SpanMemory", module = "kvspan._kvspan", frozen, freelist = 64)]
 #[derive(Debug)]
 pub(in crate::python) struct SpanMemory(ProcessLocal<Owner>);
 
