@@ -50,13 +50,6 @@ impl<T: Element> PinnedSpan<T> {
         KVSpan::new(self.rows.geometry(), start, end, keys, values)
     }
 
-    /// Where the keys and the values are.
-    #[cfg(feature = "python")]
-    pub(crate) fn pointers(&self) -> [NonNull<T>; 2] {
-        let (keys, values) = self.rows.slices();
-        [keys, values].map(|plane| NonNull::from(plane).cast())
-    }
-
     /// Returns the keys, `[len, num_heads, head_dim]`.
     pub fn keys(&self) -> &[T] {
         self.rows.slices().0

@@ -21,7 +21,7 @@ const COURTESY: Duration = Duration::from_millis(2);
 #[derive(Debug, Default)]
 pub(super) struct Gate {
     lock: RecursiveRwLock<()>,
-    /// Held by the overwriter that has the lock or is the next to get it.
+    /// Held by an overwriter that had to wait, from then until it is done.
     turn: Mutex<()>,
 }
 
@@ -39,7 +39,7 @@ pub(super) struct Visit<'a> {
 #[derive(Debug)]
 pub(super) struct Exclusive<'a> {
     _lock: RecursiveRwLockWriteGuard<'a, ()>,
-    _turn: MutexGuard<'a, ()>,
+    _turn: Option<MutexGuard<'a, ()>>,
 }
 
 thread_local! {
@@ -77,13 +77,16 @@ impl Gate {
     ///
     /// A thread that [visits](Self::is_visited) waits for itself: ask before the call.
     pub(super) fn exclusive(&self, deadline: Deadline) -> Option<Exclusive<'_>> {
+        if let Some(lock) = self.lock.try_write() {
+            return Some(Exclusive { _lock: lock, _turn: None });
+        }
         let turn = deadline.lock(&self.turn)?;
         let lock = match deadline {
-            Deadline::Now => self.lock.try_write(),
+            Deadline::Now => None,
             Deadline::At(instant) => self.lock.try_write_until(instant),
             Deadline::Never => Some(self.lock.write()),
         };
-        Some(Exclusive { _lock: lock?, _turn: turn })
+        Some(Exclusive { _lock: lock?, _turn: Some(turn) })
     }
 
     /// Whether a closure on this thread is inside.

@@ -1,6 +1,7 @@
 //! The ranges that must not change while views of them live.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 use slab::Slab;
@@ -14,6 +15,9 @@ use super::deadline::Deadline;
 #[derive(Debug, Default)]
 pub(super) struct Pins {
     register: Mutex<Register>,
+    /// Pins in the register. Written under its lock, and read without it by those who can be sure
+    /// that no pin is being made, for they have the gate.
+    alive: AtomicUsize,
     unpinned: Condvar,
 }
 
@@ -32,22 +36,33 @@ impl Pins {
     /// Pins `range`. The caller holds the gate shared, which is why no change of the range can be
     /// going on.
     pub(super) fn pin(&self, range: Range<usize>) -> PinKey {
-        PinKey(self.register.lock().held.insert(range))
+        let mut register = self.register.lock();
+        let key = register.held.insert(range);
+        self.alive.store(register.held.len(), Ordering::Relaxed);
+        PinKey(key)
     }
 
     pub(super) fn unpin(&self, key: &PinKey) {
         let mut register = self.register.lock();
         register.held.remove(key.0);
+        // Pairs with the load in `conflict`: whoever sees no pins may change what was read under
+        // the last one.
+        self.alive.store(register.held.len(), Ordering::Release);
         if register.waiting > 0 {
             self.unpinned.notify_all();
         }
     }
 
     /// The first of `ranges` that a pin overlaps, and how many do.
+    ///
+    /// Of pins that are made meanwhile it may know nothing.
     pub(super) fn conflict(
         &self,
         ranges: impl Iterator<Item = Range<usize>>,
     ) -> Option<(Range<usize>, usize)> {
+        if self.alive.load(Ordering::Acquire) == 0 {
+            return None;
+        }
         self.register.lock().conflict(ranges)
     }
 
@@ -82,9 +97,6 @@ impl Register {
         &self,
         mut ranges: impl Iterator<Item = Range<usize>>,
     ) -> Option<(Range<usize>, usize)> {
-        if self.held.is_empty() {
-            return None;
-        }
         ranges.find_map(|range| {
             let overlaps = |held: &&Range<usize>| held.start < range.end && range.start < held.end;
             let pins = self.held.iter().map(|(_, held)| held).filter(overlaps).count();

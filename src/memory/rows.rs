@@ -253,12 +253,13 @@ impl<T: Element> Rows<T> {
         hull: &Range<usize>,
         patience: Patience,
     ) -> Result<Exclusive<'_>> {
-        if self.gate.is_visited() {
+        let published = |range: Range<usize>| range.start..range.end.min(self.len());
+        // The usual case takes the gate at once and looks at the pins once. A closure on this
+        // thread is among those who can keep it from that.
+        let mut exclusive = self.gate.exclusive(Deadline::Now);
+        if exclusive.is_none() && self.gate.is_visited() {
             return Err(KvError::WouldDeadlock);
         }
-        let published = |range: Range<usize>| range.start..range.end.min(self.len());
-        // The usual case takes the gate at once and looks at the pins once.
-        let mut exclusive = self.gate.exclusive(Deadline::Now);
         loop {
             if patience.for_pins && exclusive.is_none() {
                 let left = self.pins.wait_until_clear(ranges, patience.deadline);

@@ -6,9 +6,9 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyRange, PyTuple};
 
-use super::buffer::{Foreign, Lease, Side, new_array};
+use super::buffer::{Foreign, Lease, Room, Side, Tokens, Wanted, new_array};
 use super::config::PyKVCacheConfig;
-use super::convert::{Seconds, Tokens};
+use super::convert::{NumTokens, Seconds};
 use super::error::InvalidInputError;
 use super::fork::ProcessLocal;
 use super::patience;
@@ -64,12 +64,25 @@ impl PyLayerKvCache {
         (self.config.config.num_heads, self.config.config.hidden_dim_per_head)
     }
 
+    #[inline]
+    fn keys_and_values<'a, 'py>(
+        &self,
+        keys: &'a Bound<'py, PyAny>,
+        values: &'a Bound<'py, PyAny>,
+        tokens: Tokens,
+    ) -> PyResult<(Foreign<'a, 'py>, Foreign<'a, 'py>)> {
+        let (heads, dim) = self.dims();
+        let keys = Foreign::extract(keys, Wanted { name: "keys", tokens, heads, dim })?;
+        let values = Foreign::extract(values, Wanted { name: "values", tokens, heads, dim })?;
+        Ok((keys, values))
+    }
+
     fn pin(&self, py: Python<'_>, start: usize, end: Option<usize>) -> PyResult<PinnedSpan> {
         let cache = self.cache.get()?;
         patience::run(py, 0, None, |patience| cache.pin_until(start, end, patience.deadline))
     }
 
-    fn pin_token(&self, py: Python<'_>, token_idx: Tokens) -> PyResult<PinnedSpan> {
+    fn pin_token(&self, py: Python<'_>, token_idx: NumTokens) -> PyResult<PinnedSpan> {
         self.pin(py, token_idx.0, Some(token_idx.0.saturating_add(1)))
     }
 
@@ -80,18 +93,19 @@ impl PyLayerKvCache {
         pinned: &PinnedSpan,
         axes: &[usize],
     ) -> PyResult<Bound<'py, PyTuple>> {
-        let (keys, keys_room) = new_array(py, axes)?;
-        let (values, values_room) = new_array(py, axes)?;
+        let [keys, values] = [new_array(py, axes), new_array(py, axes)];
+        let keys_room = Room::extract(&keys, "keys", self.dims())?;
+        let values_room = Room::extract(&values, "values", self.dims())?;
         self.copy_out(py, pinned.range(), &keys_room, &values_room)?;
-        PyTuple::new(py, [keys, values])
+        PyTuple::new(py, [&keys, &values])
     }
 
     fn copy_out(
         &self,
         py: Python<'_>,
         range: Range<usize>,
-        keys: &Foreign<'_>,
-        values: &Foreign<'_>,
+        keys: &Room<'_, '_>,
+        values: &Room<'_, '_>,
     ) -> PyResult<()> {
         let cache = self.cache.get()?;
         let nbytes = range.len().saturating_mul(2 * self.config.config.token_width() * 4);
@@ -108,20 +122,26 @@ impl PyLayerKvCache {
         entries: &Bound<'_, PyAny>,
         timeout: Option<Seconds>,
     ) -> PyResult<()> {
-        let (heads, dim) = self.dims();
-        let mut rows = Vec::new();
-        for (index, entry) in entries.try_iter()?.enumerate() {
-            let in_batch = |error: PyErr| in_entry(py, index, error);
-            let entry = entry?;
-            let (token, keys, values) = entry
-                .extract::<(Tokens, Bound<'_, PyAny>, Bound<'_, PyAny>)>()
-                .map_err(in_batch)?;
-            let keys = Foreign::extract(&keys, "keys").map_err(in_batch)?;
-            let values = Foreign::extract(&values, "values").map_err(in_batch)?;
-            keys.one_token(heads, dim).map_err(in_batch)?;
-            values.one_token(heads, dim).map_err(in_batch)?;
-            rows.push((token.0, keys, values));
-        }
+        let entries = entries
+            .try_iter()?
+            .enumerate()
+            .map(|(index, entry)| {
+                entry?
+                    .extract::<(NumTokens, Bound<'_, PyAny>, Bound<'_, PyAny>)>()
+                    .map_err(|error| in_entry(py, index, error))
+            })
+            .collect::<PyResult<Vec<_>>>()?;
+        let rows = entries
+            .iter()
+            .enumerate()
+            .map(|(index, (token, keys, values))| {
+                let checked = || {
+                    let (keys, values) = self.keys_and_values(keys, values, Tokens::One)?;
+                    Ok((token.0, keys, values))
+                };
+                checked().map_err(|error| in_entry(py, index, error))
+            })
+            .collect::<PyResult<Vec<_>>>()?;
         let writes: Vec<_> = rows
             .iter()
             .map(|(at, keys, values)| RowWrite {
@@ -144,11 +164,10 @@ impl PyLayerKvCache {
         values: &Bound<'_, PyAny>,
         timeout: Option<Seconds>,
     ) -> PyResult<()> {
-        let (heads, dim) = self.dims();
         let tokens = token_indices(token_idxs)?;
-        let keys = Foreign::extract(keys, "keys")?;
-        let values = Foreign::extract(values, "values")?;
-        let given = (keys.many_tokens(heads, dim)?, values.many_tokens(heads, dim)?);
+        let (keys, values) = self.keys_and_values(keys, values, Tokens::Many)?;
+        let width = self.config.config.token_width();
+        let given = (keys.len() / width, values.len() / width);
         if given != (tokens.len(), tokens.len()) {
             return Err(InvalidInputError::new_err((format!(
                 "{} token indices were given with {} rows of keys and {} rows of values: all \
@@ -158,7 +177,6 @@ impl PyLayerKvCache {
                 given.1
             ),)));
         }
-        let width = heads * dim;
         let writes: Vec<_> = tokens
             .into_iter()
             .enumerate()
@@ -204,7 +222,7 @@ impl PyLayerKvCache {
     ///
     /// Raises InvalidInputError if `seq_len` is 0, OutOfMemoryError, and ReservedError if the
     /// length would move while a reservation is open.
-    fn initialize(&self, py: Python<'_>, seq_len: Tokens) -> PyResult<()> {
+    fn initialize(&self, py: Python<'_>, seq_len: NumTokens) -> PyResult<()> {
         let cache = self.cache.get()?;
         patience::run(py, 0, None, |patience| cache.initialize_until(seq_len.0, patience.deadline))
     }
@@ -221,16 +239,12 @@ impl PyLayerKvCache {
     fn write_kv(
         &self,
         py: Python<'_>,
-        token_idx: Tokens,
+        token_idx: NumTokens,
         keys: &Bound<'_, PyAny>,
         values: &Bound<'_, PyAny>,
         timeout: Option<Seconds>,
     ) -> PyResult<()> {
-        let (heads, dim) = self.dims();
-        let keys = Foreign::extract(keys, "keys")?;
-        let values = Foreign::extract(values, "values")?;
-        keys.one_token(heads, dim)?;
-        values.one_token(heads, dim)?;
+        let (keys, values) = self.keys_and_values(keys, values, Tokens::One)?;
         let cache = self.cache.get()?;
         let (nbytes, timeout) = (2 * keys.nbytes(), timeout.map(|timeout| timeout.0));
         let (keys, values) = (keys.source(), values.source());
@@ -277,11 +291,7 @@ impl PyLayerKvCache {
         keys: &Bound<'py, PyAny>,
         values: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyRange>> {
-        let (heads, dim) = self.dims();
-        let keys = Foreign::extract(keys, "keys")?;
-        let values = Foreign::extract(values, "values")?;
-        keys.any_tokens(heads, dim)?;
-        values.any_tokens(heads, dim)?;
+        let (keys, values) = self.keys_and_values(keys, values, Tokens::Any)?;
         let cache = self.cache.get()?;
         let nbytes = keys.nbytes() + values.nbytes();
         let (keys, values) = (keys.source(), values.source());
@@ -294,7 +304,7 @@ impl PyLayerKvCache {
     /// Takes the next `num_tokens` rows to compute into; see ``ReservedSpan``.
     ///
     /// Raises CapacityExceededError, ReservedError if a reservation is open, or OutOfMemoryError.
-    fn reserve(&self, py: Python<'_>, num_tokens: Tokens) -> PyResult<PyReservedSpan> {
+    fn reserve(&self, py: Python<'_>, num_tokens: NumTokens) -> PyResult<PyReservedSpan> {
         let cache = self.cache.get()?;
         let reserved = patience::run(py, 0, None, |patience| {
             cache.reserve_until(num_tokens.0, patience.deadline)
@@ -307,7 +317,12 @@ impl PyLayerKvCache {
     /// Raises OutOfRangeError if `new_len` is more than the length, PinnedError while a view of the
     /// tokens beyond is alive, KvTimeoutError after `timeout` seconds, or ReservedError.
     #[pyo3(signature = (new_len, *, timeout = None))]
-    fn truncate(&self, py: Python<'_>, new_len: Tokens, timeout: Option<Seconds>) -> PyResult<()> {
+    fn truncate(
+        &self,
+        py: Python<'_>,
+        new_len: NumTokens,
+        timeout: Option<Seconds>,
+    ) -> PyResult<()> {
         let cache = self.cache.get()?;
         patience::run(py, 0, timeout.map(|timeout| timeout.0), |patience| {
             cache.truncate_with(new_len.0, patience)
@@ -319,7 +334,7 @@ impl PyLayerKvCache {
     /// Raises what ``truncate`` raises.
     #[pyo3(signature = (*, timeout = None))]
     fn reset(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<()> {
-        self.truncate(py, Tokens(0), timeout)
+        self.truncate(py, NumTokens(0), timeout)
     }
 
     // Reading
@@ -327,8 +342,8 @@ impl PyLayerKvCache {
     /// Returns a view of the tokens `start` to `end`, by default all of them; see ``KVSpan``.
     ///
     /// Raises OutOfRangeError if the range is not stored.
-    #[pyo3(signature = (start = Tokens(0), end = None), text_signature = "($self, start=0, end=None)")]
-    fn view(&self, py: Python<'_>, start: Tokens, end: Option<Tokens>) -> PyResult<PyKVSpan> {
+    #[pyo3(signature = (start = NumTokens(0), end = None), text_signature = "($self, start=0, end=None)")]
+    fn view(&self, py: Python<'_>, start: NumTokens, end: Option<NumTokens>) -> PyResult<PyKVSpan> {
         let pinned = self.pin(py, start.0, end.map(|end| end.0))?;
         PyKVSpan::new(py, pinned)
     }
@@ -343,7 +358,7 @@ impl PyLayerKvCache {
     fn with_read_kv<'py>(
         &self,
         py: Python<'py>,
-        token_idx: Tokens,
+        token_idx: NumTokens,
         f: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let lease = Lease::pinned(py, self.pin_token(py, token_idx)?)?;
@@ -361,8 +376,8 @@ impl PyLayerKvCache {
     fn with_read_range<'py>(
         &self,
         py: Python<'py>,
-        start_token: Tokens,
-        end_token: Tokens,
+        start_token: NumTokens,
+        end_token: NumTokens,
         f: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
         f.call1((self.view(py, start_token, Some(end_token))?,))
@@ -378,23 +393,20 @@ impl PyLayerKvCache {
     fn read_range_into(
         &self,
         py: Python<'_>,
-        start_token: Tokens,
-        end_token: Tokens,
+        start_token: NumTokens,
+        end_token: NumTokens,
         keys_out: &Bound<'_, PyAny>,
         values_out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let (heads, dim) = self.dims();
-        let keys = Foreign::extract(keys_out, "keys_out")?;
-        let values = Foreign::extract(values_out, "values_out")?;
-        keys.room(heads, dim)?;
-        values.room(heads, dim)?;
+        let keys = Room::extract(keys_out, "keys_out", self.dims())?;
+        let values = Room::extract(values_out, "values_out", self.dims())?;
         self.copy_out(py, start_token.0..end_token.0, &keys, &values)
     }
 
     /// Returns new arrays [num_heads, head_dim] with the keys and the values of one token.
     ///
     /// Raises OutOfRangeError if the token is not stored.
-    fn read_kv<'py>(&self, py: Python<'py>, token_idx: Tokens) -> PyResult<Bound<'py, PyTuple>> {
+    fn read_kv<'py>(&self, py: Python<'py>, token_idx: NumTokens) -> PyResult<Bound<'py, PyTuple>> {
         let pinned = self.pin_token(py, token_idx)?;
         let (heads, dim) = self.dims();
         self.copies(py, &pinned, &[heads, dim])
@@ -407,8 +419,8 @@ impl PyLayerKvCache {
     fn read_range<'py>(
         &self,
         py: Python<'py>,
-        start: Tokens,
-        end: Tokens,
+        start: NumTokens,
+        end: NumTokens,
     ) -> PyResult<Bound<'py, PyTuple>> {
         let pinned = self.pin(py, start.0, Some(end.0))?;
         let (heads, dim) = self.dims();
@@ -495,7 +507,7 @@ fn token_indices(token_idxs: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
     list.try_iter()?
         .enumerate()
         .map(|(index, token)| {
-            let token: PyResult<Tokens> = token.and_then(|token| token.extract());
+            let token: PyResult<NumTokens> = token.and_then(|token| token.extract());
             token.map(|token| token.0).map_err(|error| in_entry(token_idxs.py(), index, error))
         })
         .collect()

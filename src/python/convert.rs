@@ -9,9 +9,9 @@ use super::error::{InvalidInputError, OutOfRangeError};
 
 /// A position or a number of tokens: any object with `__index__`, zero or more.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Tokens(pub(super) usize);
+pub(super) struct NumTokens(pub(super) usize);
 
-impl<'py> FromPyObject<'_, 'py> for Tokens {
+impl<'py> FromPyObject<'_, 'py> for NumTokens {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {

@@ -12,15 +12,13 @@ use numpy::npyffi::{
 use numpy::{IxDyn, PyArrayDescrMethods, PyArrayDyn};
 use pyo3::prelude::*;
 
-use super::foreign::Foreign;
 use super::lease::Tensor;
 
 impl<'py> Tensor<'py> {
     /// An array over the memory, which it keeps alive.
     pub(in crate::python) fn into_array(self) -> PyResult<Bound<'py, PyAny>> {
-        let Self { memory, mut layout } = self;
+        let Self { memory, data, mut layout } = self;
         let py = memory.py();
-        let data = memory.get().data(layout.side)?;
         let flags = if layout.readonly { NPY_ARRAY_CARRAY_RO } else { NPY_ARRAY_CARRAY };
         let axes = layout.axes_mut();
         let num_axes = c_int::try_from(axes.len())?;
@@ -50,13 +48,8 @@ impl<'py> Tensor<'py> {
     }
 }
 
-/// A new array, and its memory for the caller to fill before anybody else sees it.
-pub(in crate::python) fn new_array<'py>(
-    py: Python<'py>,
-    axes: &[usize],
-) -> PyResult<(Bound<'py, PyAny>, Foreign<'py>)> {
+/// A new array of `f32` for the caller to fill before anybody else sees it.
+pub(in crate::python) fn new_array<'py>(py: Python<'py>, axes: &[usize]) -> Bound<'py, PyAny> {
     // SAFETY: any bytes are a valid `f32`.
-    let array = unsafe { PyArrayDyn::<f32>::new(py, IxDyn(axes), false) }.into_any();
-    let room = Foreign::extract(&array, "the new array")?;
-    Ok((array, room))
+    unsafe { PyArrayDyn::<f32>::new(py, IxDyn(axes), false) }.into_any()
 }

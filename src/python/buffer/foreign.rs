@@ -20,52 +20,96 @@ use crate::python::error::InvalidInputError;
 ///
 /// # Invariants
 ///
-/// `data` is aligned and points to as many elements as `dims` says, as long as `owner` lives; they
-/// may be written if `writable`.
-pub(in crate::python) struct Foreign<'py> {
-    name: &'static str,
+/// `data` is aligned and points to `len` elements as long as `_owner` lives; they may be written if
+/// what was asked for is [`Tokens::Room`].
+pub(in crate::python) struct Foreign<'a, 'py> {
     data: NonNull<f32>,
-    dims: Dims,
-    writable: bool,
-    _owner: Holder<'py>,
-}
-
-/// The axes of an array of one to three dimensions.
-#[derive(Clone, Copy)]
-struct Dims {
-    axes: [usize; 3],
-    num_axes: usize,
+    len: usize,
+    _owner: Owner<'a, 'py>,
 }
 
 #[expect(dead_code, reason = "holding it is what it is for")]
-enum Holder<'py> {
+enum Owner<'a, 'py> {
+    /// The caller's reference, which outlives the call.
+    Caller(&'a Bound<'py, PyUntypedArray>),
     Object(Bound<'py, PyAny>),
     Buffer(PyUntypedBuffer),
 }
 
-impl<'py> Foreign<'py> {
-    /// Takes any object that offers such memory. `name` is what the caller calls it, in plural.
+/// The shapes that keys or values may have.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(in crate::python) enum Tokens {
+    /// One token: `[heads, dim]` or `[heads * dim]`.
+    One,
+    /// `[tokens, heads, dim]` or `[tokens, heads * dim]`.
+    Many,
+    /// Either of the above.
+    Any,
+    /// Writable, and shaped as any of the above or flat.
+    Room,
+}
+
+/// What a caller gave, and what is wanted: for the checks and for what they say.
+#[derive(Clone, Copy)]
+pub(in crate::python) struct Wanted {
+    /// What the caller calls it, in plural.
+    pub(in crate::python) name: &'static str,
+    pub(in crate::python) tokens: Tokens,
+    pub(in crate::python) heads: usize,
+    pub(in crate::python) dim: usize,
+}
+
+impl<'a, 'py> Foreign<'a, 'py> {
+    /// Takes any object that offers such memory.
+    #[inline]
     pub(in crate::python) fn extract(
-        object: &Bound<'py, PyAny>,
-        name: &'static str,
+        object: &'a Bound<'py, PyAny>,
+        wanted: Wanted,
     ) -> PyResult<Self> {
-        if let Ok(array) = object.cast::<PyUntypedArray>() {
-            return Self::from_array(array, name);
+        match object.cast::<PyUntypedArray>() {
+            Ok(array) => Self::from_array(array, Owner::Caller(array), wanted),
+            Err(_) => Self::from_other(object, wanted),
         }
+    }
+
+    // Inlined, since moving the results of two calls was a tenth of a write's time.
+    #[inline]
+    fn from_array(
+        array: &Bound<'py, PyUntypedArray>,
+        owner: Owner<'a, 'py>,
+        wanted: Wanted,
+    ) -> PyResult<Self> {
+        let dtype = array.dtype();
+        // Cheaper than to compare with a dtype object.
+        if dtype.char() != b'f' || dtype.is_native_byteorder() != Some(true) {
+            return Err(wanted.wrong_dtype(&dtype.to_string()));
+        }
+        if !array.is_c_contiguous() {
+            return Err(wanted.not_contiguous(array.strides()));
+        }
+        // SAFETY: `array` is an array object, whose fields may be read while attached.
+        let fields = unsafe { &(*array.as_array_ptr()).fields };
+        wanted.check(array.shape(), fields.flags & NPY_ARRAY_WRITEABLE != 0)?;
+        let data = wanted.aligned(fields.data.cast())?;
+        Ok(Self { data, len: array.len(), _owner: owner })
+    }
+
+    #[cold]
+    fn from_other(object: &Bound<'py, PyAny>, wanted: Wanted) -> PyResult<Self> {
         if let Ok(buffer) = PyUntypedBuffer::get(object) {
-            return Self::from_buffer(buffer, name);
+            return Self::from_buffer(buffer, wanted);
         }
-        let py = object.py();
+        let (py, name) = (object.py(), wanted.name);
         if object.hasattr("__dlpack__")? {
-            let array =
-                py.import("numpy")?.call_method1("from_dlpack", (object,)).map_err(|cause| {
-                    let error = invalid(format!(
-                        "{name} can not be read through DLPack as float32 in host memory: {cause}"
-                    ));
-                    error.set_cause(py, Some(cause));
-                    error
-                })?;
-            return Self::from_array(array.cast()?, name);
+            let numpy = py.import("numpy")?;
+            let array = numpy.call_method1("from_dlpack", (object,)).map_err(|cause| {
+                let error = invalid(format!(
+                    "{name} can not be read through DLPack as float32 in host memory: {cause}"
+                ));
+                error.set_cause(py, Some(cause));
+                error
+            })?;
+            return Self::from_array(array.cast()?, Owner::Object(array.clone()), wanted);
         }
         Err(PyTypeError::new_err(format!(
             "{name} must be a float32 array (NumPy, or any C-contiguous buffer or DLPack exporter), \
@@ -74,161 +118,140 @@ impl<'py> Foreign<'py> {
         )))
     }
 
-    fn from_array(array: &Bound<'py, PyUntypedArray>, name: &'static str) -> PyResult<Self> {
-        let dtype = array.dtype();
-        if !dtype.is_equiv_to(&numpy::dtype::<f32>(array.py())) {
-            return Err(wrong_dtype(name, &dtype.str()?.to_string()));
-        }
-        if !array.is_c_contiguous() {
-            return Err(not_contiguous(name, &array.getattr("strides")?.to_string()));
-        }
-        let dims = Dims::new(array.shape(), name)?;
-        // SAFETY: `array` is an array object, whose fields may be read while attached.
-        let fields = unsafe { &(*array.as_array_ptr()).fields };
-        let (data, flags) = (fields.data, fields.flags);
-        let data = aligned(data.cast(), name)?;
-        let writable = flags & NPY_ARRAY_WRITEABLE != 0;
-        Ok(Self { name, data, dims, writable, _owner: Holder::Object(array.clone().into_any()) })
-    }
-
-    fn from_buffer(buffer: PyUntypedBuffer, name: &'static str) -> PyResult<Self> {
+    fn from_buffer(buffer: PyUntypedBuffer, wanted: Wanted) -> PyResult<Self> {
         // 'f' is a native float, and '<f' is one as well where that is the native order.
         let native = if cfg!(target_endian = "little") { "<f" } else { ">f" };
-        let format = buffer.format().to_string_lossy().into_owned();
-        if !["f", "@f", "=f", native].contains(&format.as_str()) {
-            return Err(wrong_dtype(name, &format!("'{format}' (a struct format)")));
+        let format = buffer.format().to_string_lossy();
+        if !["f", "@f", "=f", native].contains(&format.as_ref()) {
+            return Err(wanted.wrong_dtype(&format!("'{format}' (a struct format)")));
         }
         if !buffer.is_c_contiguous() {
-            return Err(not_contiguous(name, &format!("{:?}", buffer.strides())));
+            return Err(wanted.not_contiguous(buffer.strides()));
         }
-        let dims = Dims::new(buffer.shape(), name)?;
-        let data = aligned(buffer.buf_ptr().cast(), name)?;
-        let writable = !buffer.readonly();
-        Ok(Self { name, data, dims, writable, _owner: Holder::Buffer(buffer) })
+        wanted.check(buffer.shape(), !buffer.readonly())?;
+        let data = wanted.aligned(buffer.buf_ptr().cast())?;
+        Ok(Self { data, len: buffer.item_count(), _owner: Owner::Buffer(buffer) })
     }
 
-    /// The elements of one token, `[heads, dim]` or `[heads * dim]`.
-    pub(in crate::python) fn one_token(&self, heads: usize, dim: usize) -> PyResult<()> {
-        match *self.dims.axes() {
-            [width] if width == heads * dim => Ok(()),
-            [h, d] if (h, d) == (heads, dim) => Ok(()),
-            _ => Err(self.wrong_shape(&format!("({heads}, {dim}) or ({},)", heads * dim))),
-        }
-    }
-
-    /// The number of tokens in `[tokens, heads, dim]` or `[tokens, heads * dim]`.
-    pub(in crate::python) fn many_tokens(&self, heads: usize, dim: usize) -> PyResult<usize> {
-        match *self.dims.axes() {
-            [tokens, h, d] if (h, d) == (heads, dim) => Ok(tokens),
-            [tokens, width] if width == heads * dim => Ok(tokens),
-            _ => {
-                Err(self
-                    .wrong_shape(&format!("(tokens, {heads}, {dim}) or (tokens, {})", heads * dim)))
-            }
-        }
-    }
-
-    /// Accepts the elements of one token or of many.
-    pub(in crate::python) fn any_tokens(&self, heads: usize, dim: usize) -> PyResult<usize> {
-        if self.one_token(heads, dim).is_ok() {
-            return Ok(1);
-        }
-        self.many_tokens(heads, dim).map_err(|_| {
-            let width = heads * dim;
-            self.wrong_shape(&format!(
-                "(tokens, {heads}, {dim}), (tokens, {width}), ({heads}, {dim}) or ({width},)"
-            ))
-        })
-    }
-
-    /// Accepts what tokens can be copied to: as `any_tokens`, or flat.
-    pub(in crate::python) fn room(&self, heads: usize, dim: usize) -> PyResult<()> {
-        if !self.writable {
-            return Err(invalid(format!("{} are read-only", self.name)));
-        }
-        if self.dims.axes().len() > 1 {
-            self.any_tokens(heads, dim)?;
-        }
-        Ok(())
+    pub(in crate::python) fn len(&self) -> usize {
+        self.len
     }
 
     pub(in crate::python) fn nbytes(&self) -> usize {
-        self.len() * size_of::<f32>()
-    }
-
-    fn len(&self) -> usize {
-        self.dims.axes().iter().product()
+        self.len * size_of::<f32>()
     }
 
     /// The memory as something to copy from.
     pub(in crate::python) fn source(&self) -> Source<'_, f32> {
         // SAFETY: the type's invariant.
-        unsafe { Source::from_raw(self.data, self.len()) }
-    }
-
-    /// The memory as something to copy to, once [`room`](Self::room) has accepted it.
-    pub(in crate::python) fn target(&self) -> Target<'_, f32> {
-        let len = if self.writable { self.len() } else { 0 };
-        // SAFETY: the type's invariant; what may not be written has no room.
-        unsafe { Target::from_raw(self.data, len) }
+        unsafe { Source::from_raw(self.data, self.len) }
     }
 
     /// One token of an array of many.
     pub(in crate::python) fn token(&self, index: usize, width: usize) -> Source<'_, f32> {
-        assert!(index < self.len() / width, "the token is inside the array");
+        assert!(index < self.len / width, "the token is inside the array");
         // SAFETY: the assertion keeps it inside.
         let data = unsafe { self.data.add(index * width) };
         // SAFETY: likewise, with the type's invariant.
         unsafe { Source::from_raw(data, width) }
     }
+}
 
-    fn wrong_shape(&self, wanted: &str) -> PyErr {
-        let dims: Vec<String> = self.dims.axes().iter().map(ToString::to_string).collect();
-        let comma = if dims.len() == 1 { "," } else { "" };
-        let (name, given) = (self.name, dims.join(", "));
-        invalid(format!("{name} have shape ({given}{comma}), but {wanted} is wanted"))
+/// Foreign memory that may be written.
+pub(in crate::python) struct Room<'a, 'py>(Foreign<'a, 'py>);
+
+impl<'a, 'py> Room<'a, 'py> {
+    /// Takes any object that offers such memory for writing.
+    pub(in crate::python) fn extract(
+        object: &'a Bound<'py, PyAny>,
+        name: &'static str,
+        (heads, dim): (usize, usize),
+    ) -> PyResult<Self> {
+        Foreign::extract(object, Wanted { name, tokens: Tokens::Room, heads, dim }).map(Self)
+    }
+
+    /// The memory as something to copy to.
+    pub(in crate::python) fn target(&self) -> Target<'_, f32> {
+        // SAFETY: `Foreign`'s invariant; it was asked for `Tokens::Room`.
+        unsafe { Target::from_raw(self.0.data, self.0.len) }
     }
 }
 
-impl Dims {
-    fn new(shape: &[usize], name: &str) -> PyResult<Self> {
-        let num_axes = shape.len();
-        if !(1..=3).contains(&num_axes) {
-            return Err(invalid(format!("{name} have {num_axes} axes, but 1 to 3 are wanted")));
+impl Wanted {
+    #[inline]
+    fn check(&self, shape: &[usize], writable: bool) -> PyResult<()> {
+        let (heads, dim, width) = (self.heads, self.dim, self.heads * self.dim);
+        let one = match *shape {
+            [w] => w == width,
+            [h, d] => h == heads && d == dim,
+            _ => false,
+        };
+        let many = match *shape {
+            [_, h, d] => h == heads && d == dim,
+            [_, w] => w == width,
+            _ => false,
+        };
+        let fits = match self.tokens {
+            Tokens::One => one,
+            Tokens::Many => many,
+            Tokens::Any => one || many,
+            Tokens::Room => one || many || shape.len() == 1,
+        };
+        if !fits {
+            return Err(self.wrong_shape(shape));
         }
-        let mut axes = [1; 3];
-        axes[..num_axes].copy_from_slice(shape);
-        Ok(Self { axes, num_axes })
+        if self.tokens == Tokens::Room && !writable {
+            return Err(invalid(format!("{} are read-only, and can not be written to", self.name)));
+        }
+        Ok(())
     }
 
-    fn axes(&self) -> &[usize] {
-        &self.axes[..self.num_axes]
+    #[inline]
+    fn aligned(&self, data: *mut f32) -> PyResult<NonNull<f32>> {
+        match NonNull::new(data) {
+            Some(data) if data.is_aligned() => Ok(data),
+            // No elements, so no place either.
+            None => Ok(NonNull::dangling()),
+            Some(_) => Err(self.misaligned()),
+        }
     }
-}
 
-fn aligned(data: *mut f32, name: &str) -> PyResult<NonNull<f32>> {
-    match NonNull::new(data) {
-        Some(data) if data.is_aligned() => Ok(data),
-        // No elements, so no place either.
-        None => Ok(NonNull::dangling()),
-        Some(_) => Err(invalid(format!(
-            "{name} are not aligned to {} bytes: pass a copy",
-            align_of::<f32>()
-        ))),
+    #[cold]
+    fn misaligned(&self) -> PyErr {
+        let alignment = align_of::<f32>();
+        invalid(format!("{} are not aligned to {alignment} bytes: pass a copy", self.name))
     }
-}
 
-fn wrong_dtype(name: &str, given: &str) -> PyErr {
-    invalid(format!(
-        "{name} have dtype {given}, but float32 is wanted: convert them first, for example with \
-         .astype('float32')"
-    ))
-}
+    #[cold]
+    fn wrong_dtype(&self, given: &str) -> PyErr {
+        invalid(format!(
+            "{} have dtype {given}, but float32 is wanted: convert them first, for example with \
+             .astype('float32')",
+            self.name
+        ))
+    }
 
-fn not_contiguous(name: &str, strides: &str) -> PyErr {
-    invalid(format!(
-        "{name} are not C-contiguous (strides {strides}): pass np.ascontiguousarray of them"
-    ))
+    #[cold]
+    fn not_contiguous(&self, strides: &[isize]) -> PyErr {
+        invalid(format!(
+            "{} are not C-contiguous (strides in bytes {strides:?}): pass np.ascontiguousarray of \
+             them",
+            self.name
+        ))
+    }
+
+    #[cold]
+    fn wrong_shape(&self, shape: &[usize]) -> PyErr {
+        let (name, heads, dim, width) = (self.name, self.heads, self.dim, self.heads * self.dim);
+        let one = format!("[{heads}, {dim}] or [{width}]");
+        let many = format!("[tokens, {heads}, {dim}] or [tokens, {width}]");
+        let wanted = match self.tokens {
+            Tokens::One => one,
+            Tokens::Many => many,
+            Tokens::Any | Tokens::Room => format!("{many}, or for one token {one}"),
+        };
+        invalid(format!("{name} have shape {shape:?}, but {wanted} is wanted"))
+    }
 }
 
 fn invalid(message: String) -> PyErr {

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use crate::layer::{KVSpan, PinnedSpan, ReservedSpan};
+use crate::layer::{PinnedSpan, ReservedSpan};
 use crate::python::error::{ReleasedError, ViewsAliveError};
 use crate::python::fork::ProcessLocal;
 
@@ -48,10 +48,11 @@ pub(in crate::python) struct Lease(Mutex<Option<Py<SpanMemory>>>);
 #[derive(Debug)]
 pub(in crate::python) struct Tensor<'py> {
     pub(super) memory: Bound<'py, SpanMemory>,
+    pub(super) data: NonNull<f32>,
     pub(super) layout: Layout,
 }
 
-/// Where a tensor lies in its memory.
+/// How a tensor lies in its memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layout {
     pub(super) side: Side,
@@ -87,8 +88,8 @@ impl Lease {
     ) -> PyResult<Tensor<'py>> {
         let memory = self.0.lock().as_ref().map(|memory| memory.clone_ref(py)).ok_or_else(over)?;
         let memory = memory.into_bound(py);
-        let layout = memory.get().layout(side)?;
-        Ok(Tensor { memory, layout })
+        let (data, layout) = memory.get().locate(side)?;
+        Ok(Tensor { memory, data, layout })
     }
 
     /// Ends the lease; false if it was over before.
@@ -148,28 +149,29 @@ impl Lease {
 }
 
 impl SpanMemory {
-    fn layout(&self, side: Side) -> PyResult<Layout> {
-        let axes = |span: KVSpan<'_>| [span.len(), span.num_heads(), span.head_dim()];
-        let (axes, readonly) = match self.0.get()? {
-            Owner::Pinned(pinned) => (axes(pinned.span()), true),
-            Owner::Reserved(reserved) => {
-                (axes(reserved.lock().as_ref().ok_or_else(over)?.span()), false)
+    /// Where one side is, as long as this lives, and how it lies there.
+    pub(super) fn locate(&self, side: Side) -> PyResult<(NonNull<f32>, Layout)> {
+        let owner = self.0.get()?;
+        let reserved;
+        let (span, [keys, values], readonly) = match owner {
+            Owner::Pinned(pinned) => {
+                let span = pinned.span();
+                (span, [span.keys, span.values].map(|plane| NonNull::from(plane).cast()), true)
+            }
+            Owner::Reserved(lock) => {
+                reserved = lock.lock();
+                let reserved = reserved.as_ref().ok_or_else(over)?;
+                (reserved.span(), reserved.pointers(), false)
             }
         };
-        let [tokens, heads, dim] = axes.map(isize::try_from);
-        Ok(Layout { side, readonly, axes: [tokens?, heads?, dim?], one_token: false })
-    }
-
-    /// Where the elements of one side are, as long as this lives.
-    pub(super) fn data(&self, side: Side) -> PyResult<NonNull<f32>> {
-        let [keys, values] = match self.0.get()? {
-            Owner::Pinned(pinned) => pinned.pointers(),
-            Owner::Reserved(reserved) => reserved.lock().as_ref().ok_or_else(over)?.pointers(),
-        };
-        Ok(match side {
+        let data = match side {
             Side::Keys => keys,
             Side::Values => values,
-        })
+        };
+        let axes = [span.len(), span.num_heads(), span.head_dim()].map(isize::try_from);
+        let [tokens, heads, dim] = axes;
+        let axes = [tokens?, heads?, dim?];
+        Ok((data, Layout { side, readonly, axes, one_token: false }))
     }
 }
 

