@@ -19,25 +19,35 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 /// `call` is given what it may wait for, and reports [`KvError::Timeout`] when that is over, having
 /// changed nothing; it is called again until it does something else. With a `timeout` it waits for
 /// views as well, and the last [`KvError::Timeout`] is the result.
+#[inline]
 pub(super) fn run<R: Send>(
     py: Python<'_>,
     bytes: usize,
     timeout: Option<Duration>,
     call: impl Fn(Patience) -> Result<R> + Send + Sync,
 ) -> PyResult<R> {
-    let for_pins = timeout.is_some();
     if bytes <= ATTACHED_COPY_BYTES {
-        match call(Patience { deadline: Deadline::Now, for_pins }) {
+        match call(Patience { deadline: Deadline::Now, for_pins: timeout.is_some() }) {
             Err(KvError::Timeout { .. }) => {}
             done => return Ok(done?),
         }
     }
+    run_detached(py, timeout, call)
+}
+
+#[cold]
+fn run_detached<R: Send>(
+    py: Python<'_>,
+    timeout: Option<Duration>,
+    call: impl Fn(Patience) -> Result<R> + Send + Sync,
+) -> PyResult<R> {
     let end = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
     loop {
         let pause = Instant::now() + SIGNAL_INTERVAL;
         let last = end.is_some_and(|end| end <= pause);
         let deadline = Deadline::At(end.map_or(pause, |end| end.min(pause)));
-        match py.detach(|| call(Patience { deadline, for_pins })) {
+        let patience = Patience { deadline, for_pins: timeout.is_some() };
+        match py.detach(|| call(patience)) {
             Err(KvError::Timeout { .. }) if !last => py.check_signals()?,
             done => return Ok(done?),
         }
