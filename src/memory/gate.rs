@@ -1,6 +1,6 @@
 //! Who may look at published rows, and who may change them.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::time::Duration;
 
 use parking_lot::{
@@ -29,9 +29,12 @@ pub(super) struct Gate {
 pub(super) type Shared<'a> = RecursiveRwLockReadGuard<'a, ()>;
 
 /// Shared access on behalf of a caller's closure, which this thread remembers.
+///
+/// It lives in one stack frame, so that those of a thread end in the reverse order.
 #[derive(Debug)]
 pub(super) struct Visit<'a> {
-    gate: &'a Gate,
+    /// What `INNERMOST` was before.
+    outer: usize,
     _shared: Shared<'a>,
 }
 
@@ -43,20 +46,19 @@ pub(super) struct Exclusive<'a> {
 }
 
 thread_local! {
-    /// Addresses of the gates that closures on this thread are inside, the innermost last.
-    static VISITED: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+    /// Address of the gate that the innermost closure on this thread is inside, or 0. Of its own,
+    /// since a closure inside another is rare, and this is as cheap as a thread-local can be.
+    static INNERMOST: Cell<usize> = const { Cell::new(0) };
+    /// Those of the closures around it.
+    static OUTER: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
 impl Gate {
     /// Waits, if at all, for a change that is being made; `None` if it is not over at `deadline`.
+    #[inline]
     pub(super) fn shared(&self, deadline: Deadline) -> Option<Shared<'_>> {
         if self.turn.is_locked() && !self.is_visited() {
-            match deadline {
-                Deadline::Now => return None,
-                Deadline::At(_) | Deadline::Never => {
-                    drop(self.turn.try_lock_for(COURTESY));
-                }
-            }
+            self.let_overwriter_go_first(deadline)?;
         }
         match deadline {
             Deadline::Now => self.lock.try_read(),
@@ -65,12 +67,27 @@ impl Gate {
         }
     }
 
-    /// Enters for a closure, so that [`Gate::exclusive`] on the same thread sees it.
+    #[cold]
+    fn let_overwriter_go_first(&self, deadline: Deadline) -> Option<()> {
+        match deadline {
+            Deadline::Now => None,
+            Deadline::At(_) | Deadline::Never => {
+                drop(self.turn.try_lock_for(COURTESY));
+                Some(())
+            }
+        }
+    }
+
+    /// Enters for a closure, so that [`Gate::is_visited`] on the same thread sees it.
+    #[inline]
     pub(super) fn visit(&self) -> Visit<'_> {
         let shared = self.shared(Deadline::Never).expect("a wait without a deadline ends well");
-        // A thread that is so far in its exit that its locals are gone reads unremembered.
-        let _ = VISITED.try_with(|visited| visited.borrow_mut().push(self.address()));
-        Visit { gate: self, _shared: shared }
+        let outer = INNERMOST.replace(self.address());
+        if outer != 0 {
+            // A thread so far in its exit that its locals are gone forgets this one.
+            let _ = OUTER.try_with(|gates| gates.borrow_mut().push(outer));
+        }
+        Visit { outer, _shared: shared }
     }
 
     /// Waits until nobody is inside; `None` if somebody is at `deadline`.
@@ -91,7 +108,9 @@ impl Gate {
 
     /// Whether a closure on this thread is inside.
     pub(super) fn is_visited(&self) -> bool {
-        VISITED.try_with(|visited| visited.borrow().contains(&self.address())).unwrap_or(false)
+        let (innermost, this) = (INNERMOST.get(), self.address());
+        let among = |gates: &RefCell<Vec<usize>>| gates.borrow().contains(&this);
+        innermost == this || innermost != 0 && OUTER.try_with(among).unwrap_or(false)
     }
 
     fn address(&self) -> usize {
@@ -100,13 +119,11 @@ impl Gate {
 }
 
 impl Drop for Visit<'_> {
+    #[inline]
     fn drop(&mut self) {
-        let _ = VISITED.try_with(|visited| {
-            let mut visited = visited.borrow_mut();
-            let address = self.gate.address();
-            if let Some(innermost) = visited.iter().rposition(|&gate| gate == address) {
-                visited.remove(innermost);
-            }
-        });
+        if self.outer != 0 {
+            let _ = OUTER.try_with(|gates| gates.borrow_mut().pop());
+        }
+        INNERMOST.set(self.outer);
     }
 }
