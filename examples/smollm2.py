@@ -137,7 +137,7 @@ def attend(queries: np.ndarray, span: kvspan.KVSpan) -> np.ndarray:
 
     matmul hands transposed views to BLAS as they are, so keys and values are read where the cache holds them. The query
     heads that share a KV head are the rows of one matrix; nothing is repeated. Write `span.keys` where it is used: an
-    array kept in a variable is a pin, and the span can not be released before it is gone.
+    array that is kept in a variable keeps the tokens pinned after the block.
     """
     num_tokens, num_heads, head_dim = queries.shape
     num_cached, num_kv_heads, _ = span.keys.shape
