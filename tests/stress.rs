@@ -1,0 +1,204 @@
+//! All operations at once, at random, on few tokens, for as long as wanted: `KVSPAN_STRESS_OPS` is
+//! the number of operations of each thread. Made for the sanitizers.
+
+mod common {
+    pub(crate) mod rng;
+    pub(crate) mod watchdog;
+}
+
+use std::env;
+use std::thread;
+use std::time::Duration;
+
+use common::rng::Rng;
+use common::watchdog::within;
+use kvspan::{KVCacheConfig, KVSpan, KvError, LayerKvCache, PinnedSpan, Result};
+
+const CONFIG: KVCacheConfig =
+    KVCacheConfig { max_tokens_per_seq: 24, num_heads: 2, hidden_dim_per_head: 24 };
+const CAPACITY: usize = CONFIG.max_tokens_per_seq;
+const WIDTH: usize = CONFIG.token_width();
+
+const THREADS: u64 = 4;
+const OPS: u32 = 5_000;
+/// After so many operations the caches are given up, while views of them live on.
+const OPS_OF_A_ROUND: u32 = 500;
+
+/// A view, and the keys it showed when it was made.
+type Pin = (PinnedSpan, Vec<f32>);
+
+#[test]
+fn stress_of_all_operations_at_once() {
+    let ops = env::var("KVSPAN_STRESS_OPS").map_or(OPS, |ops| ops.parse().expect("a number"));
+    within(Duration::from_mins(1) + Duration::from_millis(20) * ops, move || {
+        for round in 0..ops.div_ceil(OPS_OF_A_ROUND) {
+            let views = one_round(round, ops.min(OPS_OF_A_ROUND));
+            views.iter().for_each(check_pin);
+        }
+    });
+}
+
+/// Returns the views that were left, when all caches are gone.
+fn one_round(round: u32, ops: u32) -> Vec<Pin> {
+    let cache = LayerKvCache::new(CONFIG);
+    cache.initialize(1).expect("there is memory for a small cache");
+    let views = thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS)
+            .map(|thread| {
+                let (clone, seed) = (cache.clone(), u64::from(round) * THREADS + thread + 1);
+                scope.spawn(move || one_thread(clone, Rng::new(seed), ops))
+            })
+            .collect();
+        let views = threads.into_iter().map(|thread| thread.join().expect("the thread is well"));
+        views.flatten().collect::<Vec<_>>()
+    });
+    cache.with_read_range(0, cache.len(), check_span).expect("what is stored can be read");
+    let copy = cache.deep_clone().expect("there is memory for a small cache");
+    copy.reset().expect("nobody else has the copy");
+    copy.initialize(CAPACITY).expect("nothing is reserved");
+    let all_zero = |span: KVSpan<'_>| span.keys.iter().all(|x| x.to_bits() == 0);
+    assert_eq!(copy.with_read_range(0, CAPACITY, all_zero), Ok(true));
+    views
+}
+
+fn one_thread(mut cache: LayerKvCache, mut rng: Rng, ops: u32) -> Vec<Pin> {
+    let mut pins: Vec<Pin> = Vec::new();
+    for _ in 0..ops {
+        match rng.below(20) {
+            0 => cache = cache.clone(),
+            1 => {
+                let copy = cache.deep_clone().expect("there is memory for a small cache");
+                copy.with_read_range(0, copy.len(), check_span).expect("it can be read");
+            }
+            2 | 3 => {
+                let start = rng.below(CAPACITY);
+                if let Some(view) = allowed(cache.pin_range(start, start + rng.below(4))) {
+                    let keys = view.keys().to_vec();
+                    pins.push((view, keys));
+                }
+            }
+            4 | 5 if !pins.is_empty() => drop(pins.swap_remove(rng.below(pins.len()))),
+            4 | 5 => thread::yield_now(),
+            6 if rng.below(4) == 0 => attempt(cache.reset()),
+            6 => attempt(cache.truncate(rng.below(CAPACITY))),
+            7 => attempt(cache.truncate_timeout(rng.below(CAPACITY), moment(&mut rng))),
+            8 => attempt(cache.prefault()),
+            9 => read_into(&cache, &mut rng),
+            10..13 => read_in_closure(&cache, &mut rng),
+            _ => attempt(write(&cache, &mut rng)),
+        }
+        pins.truncate(3);
+        pins.iter().for_each(check_pin);
+    }
+    pins
+}
+
+/// One of the ways to write or to grow.
+fn write(cache: &LayerKvCache, rng: &mut Rng) -> Result<()> {
+    let (keys, values) = rows(rng, 3);
+    let row = |n: usize| (&keys[n * WIDTH..(n + 1) * WIDTH], &values[n * WIDTH..(n + 1) * WIDTH]);
+    let at = [0; 3].map(|_| rng.below(CAPACITY + 1));
+    let entries = [(at[0], row(0).0, row(0).1), (at[1], row(1).0, row(1).1)];
+    match rng.below(9) {
+        0 => cache.initialize(at[0].max(1)),
+        1 => cache.write_kv(at[0], row(0).0, row(0).1),
+        2 => cache.write_kv_timeout(at[0], row(0).0, row(0).1, moment(rng)),
+        3 => cache.write_kv_batch(&entries),
+        4 => cache.write_kv_batch_timeout(&entries, moment(rng)),
+        5 => cache.append(&keys, &values).map(drop),
+        6 => cache.append(row(0).0, row(0).1).map(drop),
+        7 => {
+            let mut reserved = cache.reserve(3)?;
+            check_span(reserved.span());
+            let (all_keys, all_values) = reserved.keys_and_values_mut();
+            all_keys.copy_from_slice(&keys);
+            all_values.copy_from_slice(&values);
+            thread::yield_now();
+            check_span(reserved.span());
+            reserved.commit();
+            Ok(())
+        }
+        _ => {
+            let mut dropped = cache.reserve(2)?;
+            dropped.keys_and_values_mut().0.fill(f32::NAN);
+            Ok(())
+        }
+    }
+}
+
+fn read_in_closure(cache: &LayerKvCache, rng: &mut Rng) {
+    let start = rng.below(cache.len().max(1));
+    let read = cache.with_read_range(start, start + rng.below(4), |span| {
+        check_span(span);
+        let keys = span.keys.to_vec();
+        let refused = cache.write_kv(start, &keys[..0], &keys[..0]);
+        assert_eq!(refused, Err(KvError::WidthMismatch { given: 0, width: WIDTH }));
+        if let Some(row) = span.token(0) {
+            assert_eq!(cache.write_kv(start, row.0, row.1), Err(KvError::WouldDeadlock));
+            attempt(cache.append(row.0, row.1));
+            attempt(cache.pin_range(start, start + 1));
+        }
+        assert_eq!(span.keys, keys, "what a closure reads changed");
+    });
+    attempt(read);
+}
+
+fn read_into(cache: &LayerKvCache, rng: &mut Rng) {
+    let (mut keys, mut values) = rows(rng, 3);
+    let start = rng.below(CAPACITY);
+    if allowed(cache.read_range_into(start, start + 2, &mut keys, &mut values)).is_some() {
+        check_rows(&keys, &values);
+    }
+}
+
+/// Tokens with all keys equal, and the values their negatives.
+fn rows(rng: &mut Rng, count: usize) -> (Vec<f32>, Vec<f32>) {
+    let stamps = [0; 3].map(|_| u16::try_from(rng.below(60_000)).map_or(1.0, f32::from));
+    let keys: Vec<f32> = stamps.iter().take(count).flat_map(|&stamp| vec![stamp; WIDTH]).collect();
+    let values = keys.iter().map(|key| -key).collect();
+    (keys, values)
+}
+
+fn moment(rng: &mut Rng) -> Duration {
+    Duration::from_micros([0, 20, 200][rng.below(3)])
+}
+
+fn check_rows(keys: &[f32], values: &[f32]) {
+    for (keys, values) in keys.chunks(WIDTH).zip(values.chunks(WIDTH)) {
+        assert!(keys.iter().all(|x| x.to_bits() == keys[0].to_bits()), "torn: {keys:?}");
+        assert!(
+            keys.iter().zip(values).all(|(k, v)| (k + v).to_bits() == 0),
+            "{keys:?} with {values:?}"
+        );
+    }
+}
+
+fn check_span(span: KVSpan<'_>) {
+    check_rows(span.keys, span.values);
+}
+
+fn check_pin((view, then): &Pin) {
+    check_span(view.span());
+    assert_eq!(view.keys(), then, "a view changed");
+}
+
+/// Lets a call fail for what other threads do meanwhile.
+fn attempt<R>(result: Result<R>) {
+    let _ = allowed(result);
+}
+
+/// The value of a call, unless it was refused for what other threads do meanwhile.
+fn allowed<R>(result: Result<R>) -> Option<R> {
+    match result {
+        Ok(value) => Some(value),
+        Err(
+            KvError::Pinned { .. }
+            | KvError::Reserved { .. }
+            | KvError::Timeout { .. }
+            | KvError::CapacityExceeded { .. }
+            | KvError::RangeOutOfBounds { .. },
+        ) => None,
+        Err(KvError::BatchEntry { source, .. }) => allowed(Err(*source)),
+        Err(other) => panic!("{other}"),
+    }
+}
