@@ -7,9 +7,9 @@ mod common {
 }
 
 use std::iter::repeat_with;
-use std::sync::Barrier;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
+use std::sync::{Barrier, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -176,31 +176,30 @@ fn new_tokens_are_complete_when_the_length_shows_them() {
     within(LIMIT, move || {
         let cache = LayerKvCache::new(WIDE);
         cache.prefault().unwrap();
-        let (round, expected) = (Barrier::new(2), AtomicU32::new(0));
+        let ((start, starts), (saw, sightings)) = (mpsc::channel(), mpsc::channel());
         thread::scope(|scope| {
             scope.spawn(|| {
-                for _ in 0..ROUNDS * ways.len() {
-                    round.wait();
+                for () in starts {
                     while cache.is_empty() {
                         thread::yield_now();
                     }
-                    let seen = cache.with_read_range(0, TOKENS, |span| {
+                    let ends = |span: KVSpan<'_>| {
                         let last = TOKENS * WIDTH - 1;
                         [span.values[last], span.keys[last], span.keys[0]].map(f32::to_bits)
-                    });
-                    assert_eq!(seen, Ok([expected.load(SeqCst); 3]));
-                    round.wait();
+                    };
+                    saw.send(cache.with_read_range(0, TOKENS, ends)).unwrap();
                 }
             });
             let both: [Vec<f32>; 2] = [1, 2].map(|stamp| vec![number(stamp); TOKENS * WIDTH]);
-            for (number, (grow, shows)) in (0..ROUNDS).flat_map(|_| ways).enumerate() {
+            let rounds = (0..ROUNDS).flat_map(|_| ways).zip(both.iter().cycle());
+            for ((grow, shows), rows) in rounds {
                 cache.reset().unwrap();
-                let rows = &both[number % 2];
-                expected.store(if shows { rows[0].to_bits() } else { 0 }, SeqCst);
-                round.wait();
+                start.send(()).unwrap();
                 grow(&cache, rows).unwrap();
-                round.wait();
+                let expected = if shows { rows[0].to_bits() } else { 0 };
+                assert_eq!(sightings.recv().unwrap(), Ok([expected; 3]));
             }
+            drop(start);
         });
     });
 }

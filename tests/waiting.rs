@@ -122,23 +122,6 @@ fn everything_else_works_inside_a_closure() {
 }
 
 #[test]
-fn a_closure_on_another_thread_is_not_mistaken_for_ones_own() {
-    within(LIMIT, || {
-        let cache = holding(&[1]);
-        cache
-            .with_read_kv(0, |_, _| {
-                thread::scope(|scope| {
-                    let late =
-                        scope.spawn(|| write_timeout(&cache, 0, 9, Duration::from_millis(1)));
-                    let expected = Err(KvError::Timeout { range: 0..1, pins: 0 });
-                    assert_eq!(late.join().unwrap(), expected);
-                });
-            })
-            .unwrap();
-    });
-}
-
-#[test]
 fn a_closure_that_panics_releases_everything() {
     within(LIMIT, || {
         let cache = holding(&[1, 2, 3]);
@@ -186,6 +169,19 @@ fn a_panic_that_is_caught_inside_a_closure_leaves_the_outer_closure_protected() 
     });
 }
 
+#[test]
+fn closures_run_side_by_side() {
+    within(LIMIT, || {
+        let cache = holding(&[1]);
+        let all_inside = Barrier::new(3);
+        thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| cache.with_read_kv(0, |_, _| all_inside.wait()).map(drop).unwrap());
+            }
+        });
+    });
+}
+
 // Overwriters wait for closures
 
 #[test]
@@ -217,22 +213,32 @@ fn an_overwriter_waits_for_the_closure_and_then_succeeds() {
 fn an_overwriter_gives_up_on_a_closure_when_its_time_is_over() {
     within(LIMIT, || {
         let cache = holding(&[1, 2]);
-        thread::scope(|scope| {
-            let give_up = || {
-                let write = write_timeout(&cache, 0, 9, Duration::from_millis(5));
-                let truncate = cache.truncate_timeout(1, Duration::from_millis(5));
-                [write, truncate]
-                    .map(|result| matches!(result, Err(KvError::Timeout { pins: 0, .. })))
-            };
-            let inside = |_: &[f32], _: &[f32]| {
-                assert_eq!(scope.spawn(give_up).join().unwrap(), [true, true]);
-                assert_eq!(read(&cache, 0), 1);
-            };
-            cache.with_read_kv(0, inside).unwrap();
+        let late = while_reading(&cache, || {
+            let late = write_timeout(&cache, 0, 9, Duration::from_millis(5));
+            (late, read(&cache, 0))
         });
+        assert_eq!(late, (Err(KvError::Timeout { range: 0..1, pins: 0 }), 1));
         write(&cache, 0, 9).unwrap();
         assert_eq!(contents(&cache), [9, 2]);
     });
+}
+
+/// As for a pin: what is past the length can not be in use.
+#[test]
+fn a_truncation_that_gives_up_on_a_closure_names_the_tokens_it_would_have_taken() {
+    within(LIMIT, || {
+        let cache = holding(&[1, 2]);
+        let soon = Duration::from_millis(5);
+        let late = while_reading(&cache, || cache.truncate_timeout(1, soon));
+        assert_eq!(late, Err(KvError::Timeout { range: 1..2, pins: 0 }));
+        assert_eq!(contents(&cache), [1, 2]);
+    });
+}
+
+/// Makes `call` on another thread while this one is in a closure.
+fn while_reading<R: Send>(cache: &LayerKvCache, call: impl FnOnce() -> R + Send) -> R {
+    let in_closure = |_: &[f32], _: &[f32]| thread::scope(|scope| scope.spawn(call).join());
+    cache.with_read_kv(0, in_closure).expect("the token is stored").expect("the call is well")
 }
 
 #[test]
@@ -317,6 +323,17 @@ fn a_truncation_that_waited_also_takes_what_was_appended_meanwhile() {
 }
 
 // Overwriters and pins
+
+#[test]
+fn changing_a_pinned_token_fails_at_once_even_while_a_closure_reads() {
+    within(LIMIT, || {
+        let cache = holding(&[1, 2]);
+        let _pinned = cache.pin_range(0, 1).unwrap();
+        let refused = while_reading(&cache, || [write(&cache, 0, 9), cache.truncate(0)]);
+        let pinned = |range| Err(KvError::Pinned { range, pins: 1 });
+        assert_eq!(refused, [pinned(0..1), pinned(0..2)]);
+    });
+}
 
 #[test]
 fn an_overwriter_finds_a_pin_that_was_made_while_it_waited_for_a_closure() {

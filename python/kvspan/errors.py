@@ -35,7 +35,9 @@ class KvCacheError(Exception):
     _fields: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, message: str = "", *numbers: Any) -> None:
-        super().__init__(message, *numbers)
+        # Not through super(): an OSError, as TimeoutError is one, takes two and more arguments for
+        # an errno and what belongs to it.
+        self.args = (message, *numbers)
         for position, field in enumerate(self._fields):
             setattr(self, field, numbers[position] if position < len(numbers) else None)
 

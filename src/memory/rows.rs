@@ -18,6 +18,9 @@ use crate::config::Geometry;
 use crate::dtype::Element;
 use crate::error::{KvError, Result};
 
+/// What is touched between two looks at the tail, where the system can not provide pages itself.
+const PREFAULT_STEP_BYTES: usize = 1 << 20;
+
 /// The rows of a cache, shared by all who read and write them.
 #[derive(Debug)]
 pub(crate) struct Rows<T> {
@@ -141,14 +144,22 @@ impl<T: Element> Rows<T> {
 
     /// Has the system provide all pages of the buffer now.
     pub(crate) fn prefault(&self, deadline: Deadline) -> Result<()> {
-        let tail = self.lock_tail(deadline)?;
-        let buffer = self.allocated(&tail)?;
+        let buffer = self.allocated(&*self.lock_tail(deadline)?)?;
         if buffer.populate() {
             return Ok(());
         }
-        // Zeros over rows that are zero, and that nobody can see, touch the pages as well.
-        // SAFETY: the rows were never handed out, and the tail is held.
-        unsafe { self.zero(buffer, &(tail.high_water..self.geometry.capacity)) };
+        // Zeros over rows that are zero, and that nobody can see, touch the pages as well. Step by
+        // step, so that nobody waits for long.
+        let Geometry { capacity, width, .. } = self.geometry;
+        let step = (PREFAULT_STEP_BYTES / (width * size_of::<T>())).max(1);
+        for start in (0..capacity).step_by(step) {
+            let tail = self.lock_tail(Deadline::Never)?;
+            let untouched = start.max(tail.high_water)..(start + step).min(capacity);
+            if !untouched.is_empty() {
+                // SAFETY: the rows were never handed out, and the tail is held.
+                unsafe { self.zero(buffer, &untouched) };
+            }
+        }
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyException, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyRange, PyTuple};
 
@@ -64,6 +64,16 @@ impl PyLayerKvCache {
         (self.config.config.num_heads, self.config.config.hidden_dim_per_head)
     }
 
+    /// Bytes of the keys and the values of so many tokens.
+    fn nbytes_of(&self, num_tokens: usize) -> usize {
+        num_tokens.saturating_mul(2 * self.config.config.token_width() * size_of::<f32>())
+    }
+
+    /// Bytes from the length to `end`, which a call may have to zero.
+    fn nbytes_up_to(&self, end: usize) -> PyResult<usize> {
+        Ok(self.nbytes_of(end.saturating_sub(self.cache.get()?.len())))
+    }
+
     #[inline]
     fn keys_and_values<'a, 'py>(
         &self,
@@ -108,7 +118,7 @@ impl PyLayerKvCache {
         values: &Room<'_, '_>,
     ) -> PyResult<()> {
         let cache = self.cache.get()?;
-        let nbytes = range.len().saturating_mul(2 * self.config.config.token_width() * 4);
+        let nbytes = self.nbytes_of(range.len());
         let (keys, values) = (keys.target(), values.target());
         patience::run(py, nbytes, None, |patience| {
             cache.copy_out_until(range.clone(), &keys, &values, patience.deadline)
@@ -198,6 +208,8 @@ impl PyLayerKvCache {
         timeout: Option<Seconds>,
     ) -> PyResult<()> {
         let cache = self.cache.get()?;
+        let end = writes.iter().map(|write| write.at.saturating_add(1)).max().unwrap_or(0);
+        let nbytes = nbytes.max(self.nbytes_up_to(end)?);
         patience::run(py, nbytes, timeout.map(|timeout| timeout.0), |patience| {
             cache.write_batch(writes.iter().copied(), patience)
         })
@@ -224,7 +236,10 @@ impl PyLayerKvCache {
     /// length would move while a reservation is open.
     fn initialize(&self, py: Python<'_>, seq_len: NumTokens) -> PyResult<()> {
         let cache = self.cache.get()?;
-        patience::run(py, 0, None, |patience| cache.initialize_until(seq_len.0, patience.deadline))
+        let nbytes = self.nbytes_up_to(seq_len.0.min(cache.capacity()))?;
+        patience::run(py, nbytes, None, |patience| {
+            cache.initialize_until(seq_len.0, patience.deadline)
+        })
     }
 
     /// Writes one token's keys and values at `token_idx`.
@@ -246,7 +261,8 @@ impl PyLayerKvCache {
     ) -> PyResult<()> {
         let (keys, values) = self.keys_and_values(keys, values, Tokens::One)?;
         let cache = self.cache.get()?;
-        let (nbytes, timeout) = (2 * keys.nbytes(), timeout.map(|timeout| timeout.0));
+        let nbytes = self.nbytes_up_to(token_idx.0.saturating_add(1))?.max(2 * keys.nbytes());
+        let timeout = timeout.map(|timeout| timeout.0);
         let (keys, values) = (keys.source(), values.source());
         patience::run(py, nbytes, timeout, |patience| {
             cache.write_rows(token_idx.0, 1, keys, values, patience)
@@ -306,7 +322,8 @@ impl PyLayerKvCache {
     /// Raises CapacityExceededError, ReservedError if a reservation is open, or OutOfMemoryError.
     fn reserve(&self, py: Python<'_>, num_tokens: NumTokens) -> PyResult<PyReservedSpan> {
         let cache = self.cache.get()?;
-        let reserved = patience::run(py, 0, None, |patience| {
+        let nbytes = self.nbytes_of(num_tokens.0);
+        let reserved = patience::run(py, nbytes, None, |patience| {
             cache.reserve_until(num_tokens.0, patience.deadline)
         })?;
         PyReservedSpan::new(py, reserved)
@@ -484,31 +501,15 @@ impl PyLayerKvCache {
     }
 }
 
-/// The elements of an array or a sequence of integers.
+/// The elements of an array or any other iterable of integers.
 fn token_indices(token_idxs: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
-    let numpy = token_idxs.py().import("numpy")?;
-    let array = numpy.call_method1("asarray", (token_idxs,))?;
-    let kind: String = array.getattr("dtype")?.getattr("kind")?.extract()?;
-    let is_empty = array.getattr("size")?.extract::<usize>()? == 0;
-    if !(is_empty || kind == "i" || kind == "u") {
-        return Err(PyTypeError::new_err(format!(
-            "token_idxs must be integers, but their dtype is {}",
-            array.getattr("dtype")?
-        )));
-    }
-    if array.getattr("ndim")?.extract::<usize>()? != 1 {
-        return Err(InvalidInputError::new_err((format!(
-            "token_idxs must have one axis, but their shape is {}",
-            array.getattr("shape")?
-        ),)));
-    }
-    // A list is converted element by element, which finds negative numbers, and says where.
-    let list = array.call_method0("tolist")?;
-    list.try_iter()?
+    let py = token_idxs.py();
+    token_idxs
+        .try_iter()?
         .enumerate()
         .map(|(index, token)| {
             let token: PyResult<NumTokens> = token.and_then(|token| token.extract());
-            token.map(|token| token.0).map_err(|error| in_entry(token_idxs.py(), index, error))
+            token.map(|token| token.0).map_err(|error| in_entry(py, index, error))
         })
         .collect()
 }
@@ -521,7 +522,10 @@ fn in_entry(py: Python<'_>, index: usize, error: PyErr) -> PyErr {
         let message = format!("entry {index} of the batch: {}", value.str()?);
         args.splice(..args.len().min(1), [message.into_pyobject(py)?.into_any()]);
         let same_kind = value.get_type().call1(PyTuple::new(py, args)?)?;
-        PyResult::Ok(PyErr::from_value(same_kind))
+        let described = PyErr::from_value(same_kind);
+        described.set_cause(py, error.cause(py));
+        PyResult::Ok(described)
     };
-    described().unwrap_or(error)
+    // What is no error, such as KeyboardInterrupt, and what can not be made again passes as it is.
+    if error.is_instance_of::<PyException>(py) { described().unwrap_or(error) } else { error }
 }

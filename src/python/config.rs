@@ -4,6 +4,7 @@ use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyType};
 
+use super::convert::number;
 use super::error::InvalidConfigError;
 use crate::config::{
     DEFAULT_HIDDEN_DIM_PER_HEAD, DEFAULT_MAX_TOKENS_PER_SEQ, DEFAULT_NUM_HEADS, Geometry,
@@ -133,7 +134,7 @@ impl<'py> FromPyObject<'_, 'py> for Dimension {
             Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
                 Err(InvalidConfigError::new_err((format!(
                     "a dimension must be at least 1 and fit 64 bits, but it is {}",
-                    object.repr()?
+                    number(&object)
                 ),)))
             }
             Err(error) => Err(error),

@@ -20,12 +20,17 @@ impl<'py> FromPyObject<'_, 'py> for NumTokens {
             Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
                 Err(OutOfRangeError::new_err((format!(
                     "{} is no position or number of tokens: it must be 0 or more, and fit 64 bits",
-                    object.repr()?
+                    number(&object)
                 ),)))
             }
             Err(error) => Err(error),
         }
     }
+}
+
+/// How an error writes a number of any size. (Python refuses to write a very long one.)
+pub(super) fn number(object: &Bound<'_, PyAny>) -> String {
+    object.repr().map_or_else(|_| "a number of thousands of digits".to_owned(), |r| r.to_string())
 }
 
 /// How long to wait, in seconds: a number that is 0 or more, infinity included.
@@ -36,9 +41,15 @@ impl<'py> FromPyObject<'_, 'py> for Seconds {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let seconds = object.extract::<f64>().map_err(|_| {
-            PyTypeError::new_err(format!("timeout must be a number of seconds, not {object:?}"))
-        })?;
+        let seconds = match object.extract::<f64>() {
+            Ok(seconds) => seconds,
+            Err(error) if error.is_instance_of::<PyTypeError>(object.py()) => {
+                let given = object.get_type().name()?;
+                let message = format!("timeout must be a number of seconds, not {given}");
+                return Err(PyTypeError::new_err(message));
+            }
+            Err(error) => return Err(error),
+        };
         if seconds.is_nan() || seconds < 0.0 {
             return Err(InvalidInputError::new_err((format!(
                 "timeout must be 0 or more seconds, but it is {seconds}"

@@ -13,6 +13,7 @@ import_exceptions!(
     ForkedError,
     InvalidConfigError,
     InvalidInputError,
+    KvCacheError,
     KvTimeoutError,
     NotInitializedError,
     OutOfMemoryError,

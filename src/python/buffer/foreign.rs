@@ -7,11 +7,12 @@ use std::ptr::NonNull;
 use numpy::npyffi::NPY_ARRAY_WRITEABLE;
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::buffer::PyUntypedBuffer;
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyException, PyTypeError};
 use pyo3::prelude::*;
+use pyo3::types::PyMemoryView;
 
 use crate::memory::{Source, Target};
-use crate::python::error::InvalidInputError;
+use crate::python::error::{InvalidInputError, KvCacheError};
 
 /// C-contiguous `float32` memory of a NumPy array, a buffer or a DLPack exporter.
 ///
@@ -96,21 +97,25 @@ impl<'a, 'py> Foreign<'a, 'py> {
 
     #[cold]
     fn from_other(object: &Bound<'py, PyAny>, wanted: Wanted) -> PyResult<Self> {
-        if let Ok(buffer) = PyUntypedBuffer::get(object) {
+        let py = object.py();
+        // A memoryview adds what some exporters leave out, such as the strides.
+        let view = PyMemoryView::from(object);
+        if !view.as_ref().is_err_and(|error| error.is_instance_of::<PyTypeError>(py)) {
+            if let Ok(view) = &view
+                && view.getattr("ndim")?.extract::<usize>()? == 0
+            {
+                return Err(wanted.wrong_shape(&[]));
+            }
+            let buffer = view.and_then(|view| PyUntypedBuffer::get(&view));
+            let buffer = buffer.map_err(|cause| wanted.unreadable(py, "a buffer", cause))?;
             return Self::from_buffer(buffer, wanted);
         }
-        let (py, name) = (object.py(), wanted.name);
         if object.hasattr("__dlpack__")? {
-            let numpy = py.import("numpy")?;
-            let array = numpy.call_method1("from_dlpack", (object,)).map_err(|cause| {
-                let error = invalid(format!(
-                    "{name} can not be read through DLPack as float32 in host memory: {cause}"
-                ));
-                error.set_cause(py, Some(cause));
-                error
-            })?;
+            let array = py.import("numpy")?.call_method1("from_dlpack", (object,));
+            let array = array.map_err(|cause| wanted.unreadable(py, "DLPack", cause))?;
             return Self::from_array(array.cast()?, Owner::Object(array.clone()), wanted);
         }
+        let name = wanted.name;
         Err(PyTypeError::new_err(format!(
             "{name} must be a float32 array (NumPy, or any C-contiguous buffer or DLPack exporter), \
              not {}",
@@ -216,6 +221,22 @@ impl Wanted {
         }
     }
 
+    /// The error for an exporter that failed. Our own errors, and what is no error, such as
+    /// `KeyboardInterrupt`, pass as they are.
+    #[cold]
+    fn unreadable(&self, py: Python<'_>, through: &str, cause: PyErr) -> PyErr {
+        let is_error = cause.is_instance_of::<PyException>(py);
+        if !is_error || cause.is_instance_of::<KvCacheError>(py) {
+            return cause;
+        }
+        let name = self.name;
+        let error = invalid(format!(
+            "{name} can not be read as float32 in host memory through {through}: {cause}"
+        ));
+        error.set_cause(py, Some(cause));
+        error
+    }
+
     #[cold]
     fn misaligned(&self) -> PyErr {
         let alignment = align_of::<f32>();
@@ -243,15 +264,21 @@ impl Wanted {
     #[cold]
     fn wrong_shape(&self, shape: &[usize]) -> PyErr {
         let (name, heads, dim, width) = (self.name, self.heads, self.dim, self.heads * self.dim);
-        let one = format!("[{heads}, {dim}] or [{width}]");
-        let many = format!("[tokens, {heads}, {dim}] or [tokens, {width}]");
+        let one = format!("({heads}, {dim}) or ({width},)");
+        let many = format!("(tokens, {heads}, {dim}) or (tokens, {width})");
         let wanted = match self.tokens {
             Tokens::One => one,
             Tokens::Many => many,
             Tokens::Any | Tokens::Room => format!("{many}, or for one token {one}"),
         };
-        invalid(format!("{name} have shape {shape:?}, but {wanted} is wanted"))
+        invalid(format!("{name} have shape {}, but {wanted} is wanted", tuple(shape)))
     }
+}
+
+/// A shape as Python writes it.
+fn tuple(shape: &[usize]) -> String {
+    let axes: Vec<_> = shape.iter().map(ToString::to_string).collect();
+    format!("({}{})", axes.join(", "), if axes.len() == 1 { "," } else { "" })
 }
 
 fn invalid(message: String) -> PyErr {

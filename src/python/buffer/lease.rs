@@ -96,7 +96,7 @@ impl Lease {
     ///
     /// # Errors
     ///
-    /// `ViewsAliveError` if others have a share; the lease goes on.
+    /// `ViewsAliveError` if others have a share, `ForkedError` in a child; the lease goes on.
     pub(in crate::python) fn release(&self, py: Python<'_>) -> PyResult<bool> {
         self.take(py).map(|memory| memory.is_some())
     }
@@ -128,6 +128,7 @@ impl Lease {
 
     fn take(&self, _py: Python<'_>) -> PyResult<Option<Py<SpanMemory>>> {
         let mut lease = self.0.lock();
+        lease.as_ref().map(|memory| memory.get().0.get()).transpose()?;
         // Whoever leads to the memory refers to this object, and new references come from here or
         // from old ones: if there is only one, nobody else can make another.
         let views = lease.as_ref().map_or(0, |memory| {

@@ -157,7 +157,9 @@ impl PyTensorView {
         view.len = this.layout.nbytes();
         view.itemsize = ITEMSIZE;
         view.readonly = c_int::from(this.layout.readonly);
-        view.ndim = c_int::try_from(this.layout.axes().len())?;
+        // Without a shape it is a flat run of bytes.
+        let num_axes = if wants(ffi::PyBUF_ND) { this.layout.axes().len() } else { 1 };
+        view.ndim = c_int::try_from(num_axes)?;
         // What follows points into `slf`, which does not move, and which `obj` keeps alive.
         let if_wanted = |flag, pointer: *const isize| {
             if wants(flag) { pointer.cast_mut() } else { ptr::null_mut() }
