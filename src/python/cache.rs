@@ -103,7 +103,7 @@ impl PyLayerKvCache {
         pinned: &PinnedSpan,
         axes: &[usize],
     ) -> PyResult<Bound<'py, PyTuple>> {
-        let [keys, values] = [new_array(py, axes), new_array(py, axes)];
+        let (keys, values) = (new_array(py, axes)?, new_array(py, axes)?);
         let keys_room = Room::extract(&keys, "keys", self.dims())?;
         let values_room = Room::extract(&values, "values", self.dims())?;
         self.copy_out(py, pinned.range(), &keys_room, &values_room)?;
@@ -136,9 +136,9 @@ impl PyLayerKvCache {
             .try_iter()?
             .enumerate()
             .map(|(index, entry)| {
-                entry?
-                    .extract::<(NumTokens, Bound<'_, PyAny>, Bound<'_, PyAny>)>()
-                    .map_err(|error| in_entry(py, index, error))
+                let entry = entry?;
+                let fields = entry.cast::<PyTuple>().map_err(PyErr::from).and_then(entry_fields);
+                fields.map_err(|error| in_entry(py, index, error))
             })
             .collect::<PyResult<Vec<_>>>()?;
         let rows = entries
@@ -499,6 +499,19 @@ impl PyLayerKvCache {
              dtype='float32')"
         ))
     }
+}
+
+/// What an entry of a batch is made of: `(token_idx, keys, values)`.
+fn entry_fields<'py>(
+    entry: &Bound<'py, PyTuple>,
+) -> PyResult<(NumTokens, Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+    if entry.len() != 3 {
+        return Err(InvalidInputError::new_err((format!(
+            "(token_idx, keys, values) is wanted, but the tuple has {} items",
+            entry.len()
+        ),)));
+    }
+    Ok((entry.get_item(0)?.extract()?, entry.get_item(1)?, entry.get_item(2)?))
 }
 
 /// The elements of an array or any other iterable of integers.

@@ -151,18 +151,27 @@ impl<'py> FromPyObject<'_, 'py> for Dtype {
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let py = object.py();
-        let name = if let Ok(name) = object.cast::<PyString>() {
-            name.to_string()
+        let known = [DType::F32];
+        let (name, dtype) = if let Ok(name) = object.cast::<PyString>() {
+            let name = name.to_string();
+            let dtype = known.into_iter().find(|dtype| dtype.name() == name);
+            (name, dtype)
         } else if object.is_none() {
             return Err(PyTypeError::new_err("dtype must be 'float32', not None"));
         } else {
-            py.import("numpy")?.call_method1("dtype", (object,))?.getattr("name")?.to_string()
+            // Compared as dtypes, since another byte order has the same name.
+            let numpy = py.import("numpy")?;
+            let given = numpy.call_method1("dtype", (object,))?;
+            let mut dtype = None;
+            for candidate in known {
+                if given.eq(numpy.call_method1("dtype", (candidate.name(),))?)? {
+                    dtype = Some(candidate);
+                }
+            }
+            (given.to_string(), dtype)
         };
-        match [DType::F32].into_iter().find(|dtype| dtype.name() == name) {
-            Some(dtype) => Ok(Self(dtype)),
-            None => Err(InvalidConfigError::new_err((format!(
-                "dtype must be 'float32', but it is '{name}'"
-            ),))),
-        }
+        dtype.map(Self).ok_or_else(|| {
+            InvalidConfigError::new_err((format!("dtype must be 'float32', but it is '{name}'"),))
+        })
     }
 }

@@ -49,7 +49,7 @@ impl PyTensorView {
 
 #[pymethods]
 impl PyTensorView {
-    /// The shape: [tokens, num_heads, head_dim], or the last two for a single token.
+    /// The shape: [tokens, num_heads, head_dim].
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.layout.axes())
@@ -122,6 +122,21 @@ impl PyTensorView {
         options.set_item("copy", copy)?;
         let array = slf.get().tensor(slf.py())?.into_array()?;
         array.call_method("__dlpack__", (), Some(&options))
+    }
+
+    /// What NumPy asks for where it can not use the buffer protocol, for example to say why.
+    #[pyo3(signature = (dtype = None, copy = None))]
+    fn __array__<'py>(
+        slf: &Bound<'py, Self>,
+        dtype: Option<&Bound<'py, PyAny>>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        let array = slf.get().tensor(py)?.into_array()?;
+        let options = PyDict::new(py);
+        options.set_item("dtype", dtype)?;
+        options.set_item("copy", copy)?;
+        py.import("numpy")?.call_method("array", (array,), Some(&options))
     }
 
     /// The device as DLPack numbers it: (1, 0), the CPU.
