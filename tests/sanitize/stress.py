@@ -14,8 +14,9 @@ from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import kvspan
 import numpy as np
+
+import kvspan
 from kvspan import _kvspan, errors
 
 CONFIG = kvspan.KVCacheConfig(max_tokens_per_seq=128, num_heads=4, hidden_dim_per_head=64)

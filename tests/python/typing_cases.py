@@ -1,0 +1,204 @@
+"""What type checkers make of the public API: checked by mypy, run by nobody."""
+
+import array
+import copy
+import ctypes
+from collections.abc import Iterator
+from typing import Any, assert_type
+
+import numpy as np
+import numpy.typing as npt
+
+import kvspan
+from kvspan import KVCacheConfig, KVSpan, LayerKvCache, ReservedSpan, TensorView, errors
+
+Float32Array = npt.NDArray[np.float32]
+
+
+def configs() -> KVCacheConfig:
+    config = KVCacheConfig(max_tokens_per_seq=16, num_heads=2, hidden_dim_per_head=4)
+    assert_type(config, KVCacheConfig)
+    KVCacheConfig()
+    KVCacheConfig(np.int64(16), 2, 4, "float32")
+    KVCacheConfig(dtype=np.float32)
+    KVCacheConfig(dtype=np.dtype(np.float32))
+    KVCacheConfig(dtype=config.dtype)
+    assert_type(config.max_tokens_per_seq, int)
+    assert_type(config.num_heads, int)
+    assert_type(config.hidden_dim_per_head, int)
+    assert_type(config.token_width, int)
+    assert_type(config.dtype, str)
+    assert_type(config == config, bool)
+    assert_type({config: 1}[config], int)
+    assert_type(copy.copy(config), KVCacheConfig)
+
+    KVCacheConfig(num_heads="2")  # type: ignore[arg-type]
+    KVCacheConfig(num_heads=2.0)  # type: ignore[arg-type]
+    KVCacheConfig(dtype=None)  # type: ignore[arg-type]
+    KVCacheConfig(heads=2)  # type: ignore[call-arg]
+    config.num_heads = 3  # type: ignore[misc]
+    return config
+
+
+class Exporter:
+    """An array of another library."""
+
+    def __dlpack__(self, *, stream: int | None = None, copy: bool | None = None) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+def writes(cache: LayerKvCache, rows: Float32Array) -> None:
+    assert_type(cache.append(rows, rows), range)
+    cache.initialize(3)
+    cache.initialize(np.int32(3))
+    cache.write_kv(0, rows, rows)
+    cache.write_kv(np.uint8(0), rows[0], rows[0], timeout=1.5)
+    cache.write_kv(token_idx=0, keys=rows, values=rows, timeout=None)
+    cache.write_kv(0, rows, rows, timeout=float("inf"))
+    cache.write_kv(0, rows, rows, timeout=np.float32(1))
+    cache.truncate(1)
+    cache.truncate(1, timeout=1)
+    cache.reset()
+    cache.reset(timeout=0.5)
+    cache.prefault()
+
+    cache.append(rows.data, array.array("f", [1.0]))
+    cache.append((ctypes.c_float * 8)(), Exporter())
+    with cache.view() as span:
+        cache.append(span.keys, span.value_view)
+
+    cache.append([1.0], [1.0])  # type: ignore[arg-type]
+    cache.append(None, rows)  # type: ignore[arg-type]
+    cache.append(rows)  # type: ignore[call-arg]
+    cache.write_kv("0", rows, rows)  # type: ignore[arg-type]
+    cache.write_kv(0.0, rows, rows)  # type: ignore[arg-type]
+    cache.write_kv(0, rows, rows, 1.0)  # type: ignore[call-arg]
+    cache.write_kv(0, rows, rows, timeout="1")  # type: ignore[arg-type]
+
+
+def batches(cache: LayerKvCache, rows: Float32Array) -> None:
+    def entries() -> Iterator[tuple[int, Float32Array, Float32Array]]:
+        yield 0, rows, rows
+
+    cache.write_kv_batch([(0, rows, rows), (1, rows, rows)])
+    cache.write_kv_batch(entries(), timeout=1)
+    cache.write_kv_batch([])
+    cache.write_kv_batch([(np.int64(0), rows.data, Exporter())])
+    cache.write_kv_batch([0, 1], rows, rows)
+    cache.write_kv_batch((0, 1), keys=rows, values=rows, timeout=None)
+    cache.write_kv_batch(range(2), rows, rows)
+    cache.write_kv_batch(np.arange(2), rows, rows)
+    cache.write_kv_batch(np.arange(2, dtype=np.uint8), rows, rows)
+    cache.write_kv_batch(array.array("q", [0, 1]), rows, rows)
+
+    cache.write_kv_batch([0, 1])  # type: ignore[list-item]
+    cache.write_kv_batch([0, 1], rows)  # type: ignore[call-overload]
+    cache.write_kv_batch(["0"], rows, rows)  # type: ignore[list-item]
+    cache.write_kv_batch(rows, rows, rows)  # type: ignore[arg-type]
+
+
+def reads(cache: LayerKvCache, room: Float32Array) -> None:
+    assert_type(cache.read_kv(0), tuple[Float32Array, Float32Array])
+    assert_type(cache.read_range(0, 3), tuple[Float32Array, Float32Array])
+    cache.read_range_into(0, 3, room, memoryview(bytearray(4)).cast("f"))
+    assert_type(cache.with_read_kv(0, lambda keys, values: float(keys[0, 0])), float)
+    assert_type(cache.with_read_kv(0, both), list[Float32Array])
+    assert_type(cache.with_read_range(0, 3, lambda span: span.start), int)
+    assert_type(cache.with_read_range(0, 3, len), int)
+    assert_type(len(cache), int)
+    assert_type(cache.is_empty(), bool)
+    assert_type(cache.capacity, int)
+    assert_type(cache.nbytes, int)
+    assert_type(cache.config, KVCacheConfig)
+    assert_type(copy.copy(cache), LayerKvCache)
+    assert_type(copy.deepcopy(cache), LayerKvCache)
+
+    cache.with_read_kv(0, lambda keys: keys)  # type: ignore[misc, arg-type]
+    cache.with_read_range(0, 3, lambda span: span.start())  # type: ignore[operator]
+    cache.nbytes = 0  # type: ignore[misc]
+
+
+def both(keys: Float32Array, values: Float32Array) -> list[Float32Array]:
+    return [keys, values]
+
+
+def views(cache: LayerKvCache) -> Float32Array:
+    span = cache.view()
+    assert_type(span, KVSpan)
+    assert_type(cache.view(1, end=None), KVSpan)
+    assert_type(span.keys, Float32Array)
+    assert_type(span.values, Float32Array)
+    assert_type(span.key_view, TensorView)
+    assert_type(span.value_view, TensorView)
+    assert_type((span.start, span.end, len(span)), tuple[int, int, int])
+    assert_type((span.num_heads, span.head_dim), tuple[int, int])
+    assert_type(span.released, bool)
+    with span as same:
+        assert_type(same, KVSpan)
+    span.release()
+
+    KVSpan(1)  # type: ignore[call-arg]
+    span.keys = span.values  # type: ignore[misc]
+    return span.keys
+
+
+def exporters(exporter: TensorView) -> None:
+    assert_type(memoryview(exporter), memoryview)
+    assert_type(bytes(exporter), bytes)
+    np.frombuffer(memoryview(exporter), np.float32)
+    assert_type(np.asarray(exporter), npt.NDArray[Any])
+    np.from_dlpack(exporter)
+    exporter.__dlpack__(stream=None, max_version=(1, 0), dl_device=(1, 0), copy=True)
+    assert_type(exporter.__dlpack_device__(), tuple[int, int])
+    assert_type(exporter.shape, tuple[int, ...])
+    assert_type(exporter.strides, tuple[int, ...])
+    assert_type((exporter.dtype, exporter.nbytes), tuple[str, int])
+    assert_type((exporter.readonly, len(exporter)), tuple[bool, int])
+
+
+def reservations(cache: LayerKvCache) -> None:
+    rows = cache.reserve(3)
+    assert_type(rows, ReservedSpan)
+    rows.keys[...] = 1.0
+    assert_type(rows.values, Float32Array)
+    assert_type(rows.key_view, TensorView)
+    assert_type(rows.value_view, TensorView)
+    assert_type((rows.start, rows.end, len(rows)), tuple[int, int, int])
+    assert_type(rows.commit(), range)
+    rows.discard()
+    with cache.reserve(3) as rows:
+        assert_type(rows, ReservedSpan)
+    # The block does not swallow exceptions, so this is reached only by its end.
+    assert_type(len(cache), int)
+
+
+def failures(cache: LayerKvCache) -> int | None:
+    try:
+        cache.truncate(0, timeout=1)
+    except errors.PinnedError as error:
+        assert_type((error.start, error.end, error.pins), tuple[int, int, int])
+    except errors.KvTimeoutError as error:
+        assert_type((error.start, error.end, error.pins), tuple[int, int, int])
+    except errors.OutOfRangeError as error:
+        assert_type((error.start, error.end, error.len), tuple[int | None, int | None, int | None])
+        return error.len
+    except errors.CapacityExceededError as error:
+        assert_type((error.start, error.end, error.capacity), tuple[int, int, int])
+    except errors.OutOfMemoryError as error:
+        assert_type(error.bytes, int)
+    except errors.ReservedError as error:
+        assert_type((error.start, error.end), tuple[int, int])
+    except errors.ViewsAliveError as error:
+        assert_type(error.views, int)
+    except kvspan.KvCacheError as error:
+        assert_type(str(error), str)
+    return None
+
+
+def closed_classes() -> None:
+    class Derived(LayerKvCache):  # type: ignore[misc]
+        pass
+
+
+assert_type(kvspan.__version__, str)
