@@ -270,9 +270,6 @@ class TensorView(_ExportsBuffer):
         copy: bool | None = None,
     ) -> CapsuleType: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
-    def __array__(
-        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
-    ) -> npt.NDArray[Any]: ...
 
 def _after_fork_in_child() -> None:
     """Marks all existing objects as the parent's."""
