@@ -264,7 +264,8 @@ impl<T: Element> Rows<T> {
         hull: &Range<usize>,
         patience: Patience,
     ) -> Result<Exclusive<'_>> {
-        let published = |range: Range<usize>| range.start..range.end.min(self.len());
+        let published =
+            |range: Range<usize>| range.start..range.end.min(self.len()).max(range.start);
         // The usual case takes the gate at once and looks at the pins once. A closure on this
         // thread is among those who can keep it from that.
         let mut exclusive = self.gate.exclusive(Deadline::Now);
@@ -286,7 +287,8 @@ impl<T: Element> Rows<T> {
             } else if let Some(exclusive) = exclusive {
                 return Ok(exclusive);
             }
-            exclusive = Some(self.gate.exclusive(patience.deadline).ok_or_else(|| busy(hull))?);
+            let waited = self.gate.exclusive(patience.deadline);
+            exclusive = Some(waited.ok_or_else(|| busy(&published(hull.clone())))?);
         }
     }
 

@@ -12,7 +12,7 @@ from support import new_cache, new_filled_cache  # noqa: E402
 
 # A busy machine is no finding.
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("fast", max_examples=100, stateful_step_count=50, **PATIENT)
+settings.register_profile("fast", max_examples=200, stateful_step_count=50, **PATIENT)
 settings.register_profile("slow", max_examples=3_000, stateful_step_count=100, **PATIENT)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 

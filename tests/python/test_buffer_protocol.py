@@ -211,3 +211,16 @@ for flags in range(0x100):
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="Python shows the protocol from 3.12 on")
 def test_python_can_make_any_request():
     run_python(BUFFER_METHOD)
+
+
+def test_array_method_is_free_of_copies_unless_asked(span):
+    exporter = span.key_view
+    same = exporter.__array__()
+    assert same.ctypes.data == exporter.__array__(None, copy=False).ctypes.data
+    assert same.ctypes.data == span.keys.ctypes.data
+    assert not same.flags.writeable
+    for copied in [exporter.__array__(copy=True), exporter.__array__(np.float64)]:
+        assert copied.flags.owndata
+        assert np.array_equal(copied, tokens(TOKENS)[0])
+    with pytest.raises(ValueError, match="copy"):
+        exporter.__array__(np.float64, copy=False)

@@ -5,6 +5,7 @@ import copy
 import importlib
 import os
 import pickle
+import re
 import traceback
 
 import numpy as np
@@ -74,7 +75,8 @@ def released(span):
 def used_in_a_child():
     """Raises in this process what a call raises in a forked child."""
     code = """if True:
-        import os, pickle, sys, kvspan
+        import os, pickle, warnings, kvspan
+        warnings.simplefilter("ignore")  # that other threads' locks stay locked in a child
         cache = kvspan.LayerKvCache()
         read, write = os.pipe()
         child = os.fork()
@@ -256,11 +258,7 @@ def test_exception_is_documented(error):
     summary = error.__dict__["__doc__"].splitlines()[0]
     assert summary.endswith(".")
     for field in error._fields:
-        assert (
-            f"``{field}``" in error.__doc__
-            or f"``{field}.." in error.__doc__
-            or (f"..{field}``" in error.__doc__)
-        )
+        assert re.search(rf"``.*{field}.*``", error.__doc__)
 
 
 @pytest.mark.parametrize("error", CLASSES)

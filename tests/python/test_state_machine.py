@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
+from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -358,3 +360,5 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
+if settings.get_current_profile_name() == "slow":
+    TestCache = pytest.mark.timeout(0)(TestCache)
