@@ -168,6 +168,110 @@ pub enum KvError {
         /// Views that overlap them; 0 if it was a closure or another write.
         pins: usize,
     },
+
+    /// A number is larger than this crate can count.
+    #[error("{what} is {given}, but it can be at most {max}")]
+    TooLarge {
+        /// What the number is.
+        what: &'static str,
+        /// The number.
+        given: usize,
+        /// The largest possible one.
+        max: usize,
+    },
+
+    /// There are not enough blocks; none was taken.
+    #[error(
+        "out of blocks: {needed} needed, but {free} are free and {evictable} evictable ({pinned} \
+         more are only kept by views)"
+    )]
+    OutOfBlocks {
+        /// Blocks that the call had to take.
+        needed: usize,
+        /// Blocks without an owner and without content.
+        free: usize,
+        /// Cached blocks without an owner that the call could take.
+        evictable: usize,
+        /// Blocks that nobody but a view keeps, and that come free when it is gone.
+        pinned: usize,
+    },
+
+    /// There is no block of this number in the pool.
+    #[error("there is no block {block}: the blocks are 1 to {num_blocks}")]
+    UnknownBlock {
+        /// The block id.
+        block: u32,
+        /// Blocks in the pool.
+        num_blocks: usize,
+    },
+
+    /// A block is not in a state that allows the call; to give a block back twice ends here.
+    #[error("block {block} is {state}, but it must be {wanted}")]
+    WrongBlockState {
+        /// The block id.
+        block: u32,
+        /// What it is.
+        state: &'static str,
+        /// What it would have to be.
+        wanted: &'static str,
+    },
+
+    /// A block can stand in a block table only once.
+    #[error("block {block} would be in the block table twice")]
+    DuplicateBlock {
+        /// The block id.
+        block: u32,
+    },
+
+    /// A sequence does not have that many blocks.
+    #[error("the sequence has no block at index {block_index}: it has {num_blocks}")]
+    BlockIndexOutOfRange {
+        /// Position of the block in its sequence.
+        block_index: usize,
+        /// Blocks of the sequence.
+        num_blocks: usize,
+    },
+
+    /// The public fields of a block table contradict each other.
+    #[error("the block table is inconsistent: {reason}")]
+    InconsistentTable {
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+
+    /// The slot of a token is too large a number.
+    #[error("the slot of token {token} overflows")]
+    SlotOverflow {
+        /// Position of the token.
+        token: usize,
+    },
+
+    /// The key of a block is made, so that what goes into it can not change.
+    #[error("block {block_index} of the sequence has its key already")]
+    AlreadyKeyed {
+        /// Position of the block in its sequence.
+        block_index: usize,
+    },
+
+    /// The prefix index can not be emptied while blocks are in use.
+    #[error("{in_use} blocks are in use")]
+    BlocksInUse {
+        /// How many.
+        in_use: usize,
+    },
+
+    /// The bookkeeping contradicts itself, which is a bug in this crate.
+    #[error(
+        "the bookkeeping is corrupted: {what} should be {recorded}, but {counted} were counted"
+    )]
+    Corrupted {
+        /// What was counted.
+        what: &'static str,
+        /// The number on record.
+        recorded: usize,
+        /// The number that was counted.
+        counted: usize,
+    },
 }
 
 /// The result of everything in this crate that can fail.

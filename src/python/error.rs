@@ -62,5 +62,16 @@ fn to_python(error: &KvError, message: String) -> PyErr {
         KvError::Timeout { range, pins } => {
             KvTimeoutError::new_err((message, range.start, range.end, *pins))
         }
+        KvError::TooLarge { .. }
+        | KvError::OutOfBlocks { .. }
+        | KvError::UnknownBlock { .. }
+        | KvError::WrongBlockState { .. }
+        | KvError::DuplicateBlock { .. }
+        | KvError::BlockIndexOutOfRange { .. }
+        | KvError::InconsistentTable { .. }
+        | KvError::SlotOverflow { .. }
+        | KvError::AlreadyKeyed { .. }
+        | KvError::BlocksInUse { .. }
+        | KvError::Corrupted { .. } => KvCacheError::new_err((message,)),
     }
 }
