@@ -13,10 +13,11 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use sha2::block_api::compress256;
 use sha2::{Digest, Sha256};
 
 use crate::error::{KvError, Result};
-use crate::ids::widen;
+use crate::ids::{lengthen, widen};
 
 const ROOT_DOMAIN: &[u8] = b"kvspan.root.v1";
 const BLOCK_DOMAIN: &[u8] = b"kvspan.block.v1";
@@ -106,7 +107,7 @@ impl KeyRoot<'_> {
             }
         }
         message.extend_from_slice(&self.epoch.to_le_bytes());
-        Ok(digest(&message))
+        Ok(BlockKey(Sha256::digest(&message).into()))
     }
 }
 
@@ -180,11 +181,13 @@ impl KeyChain {
             return;
         }
         keys.reserve(unkeyed.len());
-        let mut message = Message::new(*block_size);
+        let mut plain = Message::new(*block_size, NO_EXTRA_KEYS);
         let mut parent = *keys.last().unwrap_or(&self.root);
         for tokens in unkeyed {
-            let extra_keys = self.extra_keys.get(&keys.len());
-            parent = message.key(&parent, tokens, extra_keys.map_or(NO_EXTRA_KEYS, Vec::as_slice));
+            parent = match self.extra_keys.get(&keys.len()) {
+                None => plain.key(&parent, tokens),
+                Some(extra_keys) => Message::new(*block_size, extra_keys).key(&parent, tokens),
+            };
             keys.push(parent);
         }
     }
@@ -284,44 +287,69 @@ impl fmt::Debug for KeyChain {
     }
 }
 
-/// What is hashed for one block; what is the same for all blocks is written once.
+/// What is hashed for one block, padded as SHA-256 wants it.
 ///
 /// ```text
-/// | domain | parent | block_size | tokens | extra keys |
+/// | domain | parent | block_size | tokens | extra keys | padding |
 ///          parent_at             tokens_at
 /// ```
+///
+/// Only parent and tokens differ from block to block. To pad once instead of in each call takes 16,384
+/// tokens in blocks of 16 from 101 to 86 us.
 struct Message {
-    bytes: Vec<u8>,
-    tokens_at: usize,
+    chunks: Vec<[u8; 64]>,
+    block_size: usize,
 }
 
 impl Message {
     const PARENT_AT: usize = BLOCK_DOMAIN.len();
+    const BLOCK_SIZE_AT: usize = Self::PARENT_AT + size_of::<BlockKey>();
+    const TOKENS_AT: usize = Self::BLOCK_SIZE_AT + size_of::<u32>();
+    /// What SHA-256 starts from.
+    const INITIAL: [u32; 8] = [
+        0x6a09_e667,
+        0xbb67_ae85,
+        0x3c6e_f372,
+        0xa54f_f53a,
+        0x510e_527f,
+        0x9b05_688c,
+        0x1f83_d9ab,
+        0x5be0_cd19,
+    ];
 
-    fn new(block_size: u32) -> Self {
+    /// With a parent and tokens that are still to come.
+    fn new(block_size: u32, extra_keys: &[u8]) -> Self {
         let mut bytes = [BLOCK_DOMAIN, &BlockKey::BLANK.0, &block_size.to_le_bytes()].concat();
-        let tokens_at = bytes.len();
-        bytes.resize(tokens_at + widen(block_size) * size_of::<u32>(), 0);
-        Self { bytes, tokens_at }
+        let block_size = widen(block_size);
+        bytes.resize(Self::TOKENS_AT + block_size * size_of::<u32>(), 0);
+        bytes.extend_from_slice(extra_keys);
+        let num_bits = lengthen(bytes.len()) * 8;
+        bytes.push(0x80);
+        bytes.resize((bytes.len() + size_of_val(&num_bits)).next_multiple_of(64), 0);
+        let (chunks, _) = bytes.as_chunks();
+        let mut chunks = chunks.to_vec();
+        if let Some(end) = chunks.as_flattened_mut().last_chunk_mut() {
+            *end = num_bits.to_be_bytes();
+        }
+        Self { chunks, block_size }
     }
 
-    fn key(&mut self, parent: &BlockKey, tokens: &[u32], extra_keys: &[u8]) -> BlockKey {
-        let (head, body) = self.bytes.split_at_mut(self.tokens_at);
-        head[Self::PARENT_AT..][..parent.0.len()].copy_from_slice(&parent.0);
-        let (places, _) = body.as_chunks_mut();
-        for (place, token) in places.iter_mut().zip(tokens) {
+    fn key(&mut self, parent: &BlockKey, tokens: &[u32]) -> BlockKey {
+        let bytes = self.chunks.as_flattened_mut();
+        bytes[Self::PARENT_AT..Self::BLOCK_SIZE_AT].copy_from_slice(&parent.0);
+        let (places, _) = bytes[Self::TOKENS_AT..].as_chunks_mut();
+        for (place, token) in places[..self.block_size].iter_mut().zip(tokens) {
             *place = token.to_le_bytes();
         }
-        let without_extra_keys = self.bytes.len();
-        self.bytes.extend_from_slice(extra_keys);
-        let key = digest(&self.bytes);
-        self.bytes.truncate(without_extra_keys);
+        let mut state = Self::INITIAL;
+        compress256(&mut state, &self.chunks);
+        let mut key = BlockKey::BLANK;
+        let (words, _) = key.0.as_chunks_mut();
+        for (word, number) in words.iter_mut().zip(state) {
+            *word = number.to_be_bytes();
+        }
         key
     }
-}
-
-fn digest(message: &[u8]) -> BlockKey {
-    BlockKey(Sha256::digest(message).into())
 }
 
 fn push_bytes(message: &mut Vec<u8>, field: &[u8]) -> Result<()> {

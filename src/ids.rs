@@ -4,6 +4,7 @@ use std::fmt;
 use std::num::NonZeroU32;
 
 const _: () = assert!(size_of::<usize>() >= size_of::<u32>(), "block ids index arrays");
+const _: () = assert!(size_of::<usize>() <= size_of::<u64>(), "bytes are counted in a u64");
 
 /// The name of one block of a pool: a number from 1 up.
 ///
@@ -96,4 +97,10 @@ impl From<BlockId> for u32 {
     fn from(block: BlockId) -> Self {
         block.get()
     }
+}
+
+/// A number of elements as a u64.
+#[expect(clippy::as_conversions, reason = "asserted above to lose nothing; `From` does not exist")]
+pub(crate) const fn lengthen(number: usize) -> u64 {
+    number as u64
 }

@@ -22,9 +22,11 @@ struct Scenario {
 
 impl Scenario {
     fn new(scenario: &Value) -> Self {
-        let duplicates = if scenario["merge"] == false { Duplicates::Keep } else { Duplicates::Merge };
+        let duplicates =
+            if scenario["merge"] == false { Duplicates::Keep } else { Duplicates::Merge };
         // The null block is one of theirs, and comes on top of ours.
-        let cache = PrefixCache::new(number(&scenario["num_blocks"]) - 1, duplicates).unwrap();
+        let cache = PrefixCache::new(number(&scenario["num_blocks"]) - 1, duplicates)
+            .expect("a small pool");
         Self {
             cache,
             sequences: HashMap::new(),
@@ -35,28 +37,37 @@ impl Scenario {
 
     fn step(&mut self, op: &Value) {
         let request = op["req"].as_str().unwrap_or_default();
-        match op["op"].as_str().unwrap() {
+        match op["op"].as_str().expect("a name") {
             "start" => self.start(request, op),
             "append" => self.append(request, op),
-            "free" => self.sequences.remove(request).unwrap().free(&mut self.cache).unwrap(),
+            "free" => {
+                let sequence = self.sequences.remove(request).expect("it was started");
+                sequence.free(&mut self.cache).expect("it holds its blocks");
+            }
             "check" => self.check(op),
             other => panic!("unknown operation {other}"),
         }
-        self.cache.check_integrity().unwrap();
-        let held = self.sequences.values().flat_map(|sequence| sequence.table.physical_blocks.clone());
-        self.cache.pool().check_holders(held).unwrap();
+        self.cache.check_integrity().expect("nothing is lost");
+        let held =
+            self.sequences.values().flat_map(|sequence| sequence.table.physical_blocks.clone());
+        self.cache.pool().check_holders(held).expect("each block has its holders");
     }
 
     fn start(&mut self, request: &str, op: &Value) {
         let lookahead = op.get("lookahead").map_or(0, number);
         let (block_size, caching) = (self.block_size, self.caching);
-        let started =
-            Sequence::start(&mut self.cache, block_size, &tokens(&op["tokens"]), lookahead, caching);
+        let started = Sequence::start(
+            &mut self.cache,
+            block_size,
+            &tokens(&op["tokens"]),
+            lookahead,
+            caching,
+        );
         if op["fails"] == true {
             assert!(is_out_of_blocks(&started));
             return;
         }
-        let (sequence, num_hits) = started.unwrap();
+        let (sequence, num_hits) = started.expect("there is room");
         let (hits, new) = sequence.table.logical_to_physical.split_at(num_hits);
         check_list(op, "hit", hits);
         check_number(op, "hit_tokens", num_hits * block_size);
@@ -67,10 +78,10 @@ impl Scenario {
     }
 
     fn append(&mut self, request: &str, op: &Value) {
-        let sequence = self.sequences.get_mut(request).unwrap();
-        let new = sequence.append(&mut self.cache, &tokens(&op["tokens"])).unwrap();
+        let sequence = self.sequences.get_mut(request).expect("it was started");
+        let new = sequence.append(&mut self.cache, &tokens(&op["tokens"])).expect("there is room");
         check_number(op, "new_count", new.len());
-        let last = *sequence.table.logical_to_physical.last().unwrap();
+        let last = *sequence.table.logical_to_physical.last().expect("it has blocks");
         if let Some(hashed) = op.get("last_block_hashed") {
             assert_eq!(self.is_hashed(last), *hashed);
         }
@@ -82,7 +93,7 @@ impl Scenario {
         check_number(op, "free", pool.num_free() + pool.num_cached());
         check_list(op, "queue", &pool.free_queue().map(BlockId::get).collect::<Vec<_>>());
         for (block, count) in op["ref"].as_object().into_iter().flatten() {
-            let block = BlockId::new(block.parse().unwrap()).unwrap();
+            let block = id(block.parse().expect("a block id"));
             assert_eq!(pool.reference_count(block), Ok(number(count)), "of block {block}");
         }
     }
@@ -90,27 +101,35 @@ impl Scenario {
     fn check_hashed(&self, op: &Value) {
         for (field, hashed) in [("hashed", true), ("unhashed", false)] {
             for block in op[field].as_array().into_iter().flatten() {
-                assert_eq!(self.is_hashed(number(block).try_into().unwrap()), hashed, "block {block}");
+                assert_eq!(
+                    self.is_hashed(number(block).try_into().expect("a block id")),
+                    hashed,
+                    "block {block}"
+                );
             }
         }
     }
 
     fn is_hashed(&self, block: u32) -> bool {
-        self.cache.key(BlockId::new(block).unwrap()).unwrap().is_some()
+        self.cache.key(id(block)).expect("it is in the pool").is_some()
     }
 }
 
 /// From runs like `["fill", value, count]` and `["range", from, to]`.
 fn tokens(runs: &Value) -> Vec<u32> {
     let run = |run: &Value| -> Vec<u32> {
-        let [a, b] = [1, 2].map(|place| u32::try_from(number(&run[place])).unwrap());
-        match run[0].as_str().unwrap() {
+        let [a, b] = [1, 2].map(|place| u32::try_from(number(&run[place])).expect("a token"));
+        match run[0].as_str().expect("a name") {
             "fill" => (0..b).map(|_| a).collect(),
             "range" => (a..b).collect(),
             other => panic!("unknown run {other}"),
         }
     };
-    runs.as_array().unwrap().iter().flat_map(run).collect()
+    runs.as_array().expect("a list").iter().flat_map(run).collect()
+}
+
+fn id(block: u32) -> BlockId {
+    BlockId::new(block).expect("not the null block")
 }
 
 fn number(value: &Value) -> usize {
@@ -126,7 +145,7 @@ fn check_number(op: &Value, field: &str, found: usize) {
 fn check_list(op: &Value, field: &str, found: &[u32]) {
     if let Some(expected) = op.get(field) {
         let expected = expected.get("head").unwrap_or(expected);
-        assert_eq!(&serde_json::to_value(found).unwrap(), expected, "{field}");
+        assert_eq!(&Value::from(found), expected, "{field}");
     }
 }
 

@@ -34,7 +34,11 @@ impl Sequence {
     }
 
     /// Appends tokens; returns the blocks that it took for them.
-    pub(crate) fn append(&mut self, cache: &mut PrefixCache, tokens: &[u32]) -> Result<Vec<BlockId>> {
+    pub(crate) fn append(
+        &mut self,
+        cache: &mut PrefixCache,
+        tokens: &[u32],
+    ) -> Result<Vec<BlockId>> {
         let Self { table, chain, .. } = self;
         let len = table.sequence_length + tokens.len();
         let needed = BlockTable::blocks_needed_for_length(len, table.block_size);
