@@ -78,7 +78,9 @@ struct Slot {
     pins: u32,
     /// Whether the content has a name, by which it may be found again.
     kept: bool,
-    /// Whether somebody gave the block back since its bytes were last zeroed.
+    /// Whether the block was ever taken.
+    used: bool,
+    /// Whether the owner got it with the bytes of a former one and has not said that it zeroes them.
     dirty: bool,
 }
 
@@ -169,6 +171,8 @@ impl BlockPool {
             let Some(block) = self.queue.pop_front() else { break };
             let slot = &mut self.slots[block.index()];
             slot.holders = 1;
+            slot.dirty |= slot.used;
+            slot.used = true;
             if slot.kept {
                 slot.kept = false;
                 self.num_cached -= 1;
@@ -245,7 +249,6 @@ impl BlockPool {
             0 => return slot.refuse(block, "in use"),
             1 => {
                 slot.holders = 0;
-                slot.dirty = true;
                 match slot.state() {
                     BlockState::Pinned => self.num_pinned += 1,
                     _ => self.enqueue(block),
@@ -349,10 +352,10 @@ impl BlockPool {
         Ok(())
     }
 
-    /// Returns whether the block has to be zeroed for a new owner, and notes that it will be.
+    /// Returns whether a block still holds what a former owner wrote, and notes that the caller zeroes
+    /// it.
     ///
-    /// It has to if somebody gave it back since it was last zeroed; the memory of a new pool is taken
-    /// to be zero. Call it for each block from [`take`](Self::take).
+    /// Meant for each block from [`take`](Self::take). The memory of a new pool is taken to be zero.
     ///
     /// # Errors
     ///
@@ -370,7 +373,7 @@ impl BlockPool {
     /// pool.give_back(&blocks)?;
     ///
     /// pool.take(1, &mut blocks, |_| ())?;
-    /// assert!(pool.clear_dirty(blocks[1])?); // somebody may have written to it
+    /// assert!(pool.clear_dirty(blocks[1])?); // the former owner may have written to it
     /// assert!(!pool.clear_dirty(blocks[1])?);
     /// # Ok::<(), kvspan::KvError>(())
     /// ```

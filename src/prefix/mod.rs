@@ -203,7 +203,7 @@ impl PrefixCache {
         self.pool.unpin(block)
     }
 
-    /// Returns whether a block has to be zeroed for a new owner; see [`BlockPool::clear_dirty`].
+    /// Returns whether a block still holds what a former owner wrote; see [`BlockPool::clear_dirty`].
     ///
     /// # Errors
     ///
