@@ -8,7 +8,7 @@ use crate::ids::BlockId;
 ///
 /// It can not tell who is in it. The pool can, and sees to it that a block enters only from outside
 /// and leaves only from inside.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(super) struct FreeQueue {
     /// A ring by block id, in which the entry of the null block joins the ends: its `next` is the
     /// first block of the queue, and its `prev` the last. Entries of blocks outside mean nothing.
@@ -18,7 +18,7 @@ pub(super) struct FreeQueue {
 }
 
 /// The neighbours of a block; `None` is the joint.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 struct Link {
     prev: Option<BlockId>,
     next: Option<BlockId>,

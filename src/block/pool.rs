@@ -1,5 +1,7 @@
 //! Who holds a block.
 
+use std::fmt;
+
 use super::free_queue::FreeQueue;
 use super::per_block;
 use crate::error::{KvError, Result};
@@ -58,7 +60,7 @@ use crate::ids::{BlockId, widen};
 /// assert!(matches!(pool.give_back(&blocks), Err(KvError::WrongBlockState { block: 3, .. })));
 /// # Ok::<(), KvError>(())
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct BlockPool {
     /// The truth, by block id. The entry of the null block stays as it was made.
     slots: Vec<Slot>,
@@ -70,7 +72,7 @@ pub struct BlockPool {
     num_pinned: usize,
 }
 
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Default)]
 struct Slot {
     /// Sequences that hold the block.
     holders: u32,
@@ -511,6 +513,19 @@ impl BlockPool {
     fn slot_mut(&mut self, block: BlockId) -> Result<&mut Slot> {
         let num_blocks = self.num_blocks();
         self.slots.get_mut(block.index()).ok_or_else(|| unknown(block, num_blocks))
+    }
+}
+
+/// Prints the numbers of blocks, not the blocks.
+impl fmt::Debug for BlockPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BlockPool")
+            .field("num_blocks", &self.num_blocks())
+            .field("num_free", &self.num_free())
+            .field("num_cached", &self.num_cached())
+            .field("num_in_use", &self.num_in_use())
+            .field("num_pinned", &self.num_pinned())
+            .finish_non_exhaustive()
     }
 }
 

@@ -12,7 +12,7 @@ use crate::ids::BlockId;
 ///
 /// It can not tell which blocks have a key. Its owner can, and sees to it that a block is inserted
 /// only without one and removed only with one.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(super) struct KeyIndex {
     /// By block id. The entries of blocks without a key mean nothing.
     keys: Vec<BlockKey>,
