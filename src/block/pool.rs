@@ -89,9 +89,9 @@ struct Slot {
 /// What a block is to the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BlockState {
-    /// Nobody has it and it holds nothing. The next to be taken.
+    /// Nobody has it, and it holds nothing that could be found.
     Free,
-    /// Nobody has it, but its content can still be held again. Taken when no block is free.
+    /// Nobody has it, but until it is reused it can be held again for its content.
     Cached,
     /// At least one sequence holds it.
     InUse,
@@ -152,9 +152,10 @@ impl BlockPool {
 
     /// Takes `num_blocks` blocks that nobody has and appends them to `out`.
     ///
-    /// Free blocks go first, then cached ones, the least recently used first. `on_reuse` is told of
-    /// each block that was cached, before this returns: its content is gone. A fresh pool, and one
-    /// whose blocks were given back without being kept, hands out consecutive ids.
+    /// They come from the head of the [queue](Self::free_queue): free blocks first, then cached ones,
+    /// of which the least recently used first. `on_reuse` is told of each block that was cached: its
+    /// content is gone. Consecutive ids come from a new pool, and from blocks that were given back
+    /// together without being kept.
     ///
     /// What a former owner left in a block is still there: see [`clear_dirty`](Self::clear_dirty).
     ///
