@@ -22,7 +22,7 @@ test: test-rust test-python ## Run all tests.
 
 test-rust:
 	@echo "== Rust tests"
-	cargo test --quiet
+	cargo test --quiet --features serde
 
 test-python: build model
 	@echo "== Python tests"
@@ -38,7 +38,7 @@ test-peers: ## Run the tests of zero-copy exchange with PyTorch and JAX (downloa
 
 lint: build ## Check formatting, lints, types, and the stubs against the module.
 	cargo fmt --check
-	cargo clippy --quiet --all-targets -- -D warnings
+	cargo clippy --quiet --all-targets --features serde -- -D warnings
 	cargo clippy --quiet --all-targets --features python -- -D warnings
 	cargo clippy --quiet --manifest-path benches/peer/Cargo.toml -- -D warnings
 	$(BIN)/ruff format --check --quiet .

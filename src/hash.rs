@@ -291,7 +291,6 @@ impl fmt::Debug for KeyChain {
 ///
 /// ```text
 /// | domain | parent | block_size | tokens | extra keys | padding |
-///          parent_at             tokens_at
 /// ```
 ///
 /// Only parent and tokens differ from block to block. To pad once instead of in each call takes 16,384

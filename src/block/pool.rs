@@ -174,7 +174,7 @@ impl BlockPool {
             let Some(block) = self.queue.pop_front() else { break };
             let slot = &mut self.slots[block.index()];
             slot.holders = 1;
-            slot.dirty |= slot.used;
+            slot.dirty = slot.used;
             slot.used = true;
             if slot.kept {
                 slot.kept = false;
@@ -236,7 +236,7 @@ impl BlockPool {
     pub fn give_back(&mut self, blocks: &[BlockId]) -> Result<()> {
         for (given, &block) in blocks.iter().rev().enumerate() {
             if let Err(error) = self.remove_holder(block) {
-                // Each is at the end of the queue where it was put, the last one outermost.
+                // Those that were queued went to its ends, so that the rest keeps its order.
                 for &block in &blocks[blocks.len() - given..] {
                     self.add_holder(block);
                 }
