@@ -5,8 +5,18 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The top-level modules and their layers. A module imports from lower layers only.
-const LAYERS: [(&str, u8); 6] =
-    [("error", 0), ("dtype", 0), ("config", 1), ("memory", 2), ("layer", 3), ("python", 7)];
+const LAYERS: [(&str, u8); 10] = [
+    ("error", 0),
+    ("ids", 0),
+    ("dtype", 0),
+    ("config", 1),
+    ("hash", 1),
+    ("memory", 2),
+    ("block", 2),
+    ("layer", 3),
+    ("prefix", 3),
+    ("python", 7),
+];
 
 fn layer(module: &str) -> Option<u8> {
     LAYERS.iter().find(|(name, _)| *name == module).map(|&(_, layer)| layer)
