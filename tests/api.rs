@@ -25,8 +25,11 @@ fn everything_can_be_sent_and_shared() {
 }
 
 #[test]
-fn what_is_only_data_can_be_used_after_a_panic() {
+fn everything_can_be_used_after_a_panic() {
     fn assert<T: UnwindSafe + RefUnwindSafe>() {}
+    assert::<LayerKvCache>();
+    assert::<PinnedSpan>();
+    assert::<ReservedSpan>();
     assert::<KVSpan<'_>>();
     assert::<KVCacheEntry>();
     assert::<KVCacheConfig>();

@@ -87,6 +87,28 @@ fn changing_what_is_published_inside_a_closure_would_deadlock() {
 }
 
 #[test]
+fn a_closure_of_another_cache_does_not_hide_the_one_around_it() {
+    within(LIMIT, || {
+        let (cache, other) = (holding(&[1]), holding(&[2]));
+        let inside = |_: &[f32], _: &[f32]| other.with_read_kv(0, |_, _| write(&cache, 0, 9));
+        assert_eq!(cache.with_read_kv(0, inside), Ok(Ok(Err(KvError::WouldDeadlock))));
+    });
+}
+
+#[test]
+fn a_closure_that_was_left_counts_no_more() {
+    within(LIMIT, || {
+        let (cache, other) = (holding(&[1]), holding(&[2]));
+        let late = while_reading(&cache, || {
+            cache.with_read_kv(0, |_, _| read(&cache, 0)).unwrap();
+            let soon = Duration::from_millis(1);
+            other.with_read_kv(0, |_, _| write_timeout(&cache, 0, 9, soon)).unwrap()
+        });
+        assert_eq!(late, Err(KvError::Timeout { range: 0..1, pins: 0 }));
+    });
+}
+
+#[test]
 fn everything_else_works_inside_a_closure() {
     within(LIMIT, || {
         let (cache, other) = (holding(&[1, 2]), holding(&[1, 2]));

@@ -57,8 +57,10 @@ use crate::memory::{Deadline, Patience, RowWrite, Rows, Source, Target};
 ///
 /// # Memory
 ///
-/// The buffer is allocated at full capacity by the first call that needs it, as zeros, which cost
-/// no physical memory until they are written ([`prefault`](Self::prefault) has them provided at
+/// The buffer is allocated at full capacity by the first call that needs it ([`initialize`](
+/// Self::initialize), [`append`](Self::append), [`reserve`](Self::reserve) or
+/// [`prefault`](Self::prefault); from then on the cache is initialized), as zeros, which cost no
+/// physical memory until they are written ([`prefault`](Self::prefault) has them provided at
 /// once). It is given back when the last clone and the last view are gone.
 ///
 /// # Source
@@ -153,6 +155,8 @@ impl<T: Element> LayerKvCache<T> {
     }
 
     /// Does [`write_kv`](Self::write_kv), waiting up to `timeout` for closures and for views.
+    ///
+    /// A view that only this thread could drop is waited for in vain.
     ///
     /// # Errors
     ///

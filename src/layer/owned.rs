@@ -1,5 +1,6 @@
 //! Spans that own their share of the cache's memory.
 
+use std::fmt;
 use std::ops::Range;
 #[cfg(feature = "python")]
 use std::ptr::NonNull;
@@ -32,7 +33,6 @@ use crate::memory::{PinnedRows, ReservedRows};
 /// assert_eq!(pinned.span().keys[0], 1.0);
 /// # Ok::<(), KvError>(())
 /// ```
-#[derive(Debug)]
 #[must_use = "the pin ends when it is dropped"]
 pub struct PinnedSpan<T: Element = f32> {
     rows: PinnedRows<T>,
@@ -96,7 +96,6 @@ impl<T: Element> PinnedSpan<T> {
 /// assert_eq!(cache.len(), 3);
 /// # Ok::<(), kvspan::KvError>(())
 /// ```
-#[derive(Debug)]
 #[must_use = "the rows are discarded when it is dropped"]
 pub struct ReservedSpan<T: Element = f32> {
     rows: ReservedRows<T>,
@@ -145,5 +144,17 @@ impl<T: Element> ReservedSpan<T> {
         let range = self.range();
         self.rows.commit();
         range
+    }
+}
+
+impl<T: Element> fmt::Debug for PinnedSpan<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("PinnedSpan").field(&self.span()).finish()
+    }
+}
+
+impl<T: Element> fmt::Debug for ReservedSpan<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("ReservedSpan").field(&self.span()).finish()
     }
 }

@@ -1,7 +1,7 @@
 //! Who may look at published rows, and who may change them.
 
 use std::cell::{Cell, RefCell};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::{
     Mutex, MutexGuard, RecursiveRwLock, RecursiveRwLockReadGuard, RecursiveRwLockWriteGuard,
@@ -69,13 +69,14 @@ impl Gate {
 
     #[cold]
     fn let_overwriter_go_first(&self, deadline: Deadline) -> Option<()> {
-        match deadline {
-            Deadline::Now => None,
-            Deadline::At(_) | Deadline::Never => {
-                drop(self.turn.try_lock_for(COURTESY));
-                Some(())
-            }
-        }
+        let courtesy = Instant::now() + COURTESY;
+        let until = match deadline {
+            Deadline::Now => return None,
+            Deadline::At(instant) => instant.min(courtesy),
+            Deadline::Never => courtesy,
+        };
+        drop(self.turn.try_lock_until(until));
+        Some(())
     }
 
     /// Enters for a closure, so that [`Gate::is_visited`] on the same thread sees it.

@@ -3,6 +3,7 @@
 #![expect(unsafe_code, reason = "slices of the shared buffer are made here, over claimed rows")]
 
 use std::ops::Range;
+use std::panic::{RefUnwindSafe, UnwindSafe};
 #[cfg(feature = "python")]
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -34,6 +35,10 @@ pub(crate) struct Rows<T> {
     gate: Gate,
     pins: Pins,
 }
+
+// A panic in a visitor unwinds through guards only, and nothing here is changed while one runs.
+impl<T> UnwindSafe for Rows<T> {}
+impl<T> RefUnwindSafe for Rows<T> {}
 
 /// What is known of the rows past the published ones.
 #[derive(Debug, Default)]
@@ -118,7 +123,9 @@ impl<T: Element> Rows<T> {
         let mut tail = self.lock_tail(deadline)?;
         write.at = self.len();
         let range = self.check_room(write.at, write.rows)?;
-        tail.check_unreserved()?;
+        if write.rows > 0 {
+            tail.check_unreserved()?;
+        }
         let buffer = self.allocated(&tail)?;
         // SAFETY: the rows are past the published ones and not reserved, and the tail is held.
         unsafe { self.copy_in(buffer, &write) };
@@ -234,6 +241,9 @@ impl<T: Element> Rows<T> {
                 .check_width(&write)
                 .and_then(|()| self.check_room(write.at, write.rows))
                 .map_err(|error| (position, error))?;
+            if range.is_empty() {
+                continue;
+            }
             hull = Some(hull.map_or(range.clone(), |hull| {
                 hull.start.min(range.start)..hull.end.max(range.end)
             }));
