@@ -64,8 +64,9 @@ bench: build ## Measure beside NumPy and the original crate; print the table and
 bench-peers: peers ## The same, beside PyTorch and transformers as well (downloads several GB).
 	$(PEERS)/bin/python benches/table.py
 
-bench-check: ## Run every benchmark once, without measuring.
+bench-check: build ## Run every benchmark once, without measuring.
 	cargo bench --quiet -- --test
+	$(BIN)/python benches/table.py --quick --no-write
 
 sanitize: ## Run the stress tests under AddressSanitizer and ThreadSanitizer (about ten minutes).
 	tests/sanitize/run.sh

@@ -161,7 +161,7 @@ pub enum KvError {
     WouldDeadlock,
 
     /// The time given to a call ran out before the tokens were free to change.
-    #[error("timed out: tokens {}..{} are still in use ({pins} view(s) of them are alive)", .range.start, .range.end)]
+    #[error("timed out: tokens {}..{} are still in use by {}", .range.start, .range.end, users(*pins))]
     Timeout {
         /// The tokens that the call would have changed.
         range: Range<usize>,
@@ -276,6 +276,11 @@ pub enum KvError {
 
 /// The result of everything in this crate that can fail.
 pub type Result<T, E = KvError> = std::result::Result<T, E>;
+
+/// Who keeps tokens from changing.
+fn users(pins: usize) -> String {
+    if pins == 0 { "a reader or a writer".to_owned() } else { format!("{pins} view(s)") }
+}
 
 impl From<KvError> for String {
     fn from(error: KvError) -> Self {

@@ -63,7 +63,7 @@ fn nothing_has_grown() {
     assert_eq!(size_of::<LayerKvCache>(), 64);
     assert_eq!(size_of::<KVSpan<'_>>(), 64);
     assert_eq!(size_of::<PinnedSpan>(), 40);
-    assert_eq!(size_of::<ReservedSpan>(), 24);
+    assert_eq!(size_of::<ReservedSpan>(), 32);
     assert_eq!(size_of::<KVCacheEntry>(), 48);
     assert_eq!(size_of::<KvError>(), 40);
     assert_eq!(size_of::<kvspan::Result<()>>(), 40);

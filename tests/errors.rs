@@ -217,7 +217,7 @@ fn timeout() {
         let cache = holding(&[1, 2]);
         let _pinned = cache.pin_range(0, 2);
         let (k, v, soon) = (keys(&[9]), values(&[9]), Duration::from_millis(1));
-        let text = "timed out: tokens 1..2 are still in use (1 view(s) of them are alive)";
+        let text = "timed out: tokens 1..2 are still in use by 1 view(s)";
         let error = KvError::Timeout { range: 1..2, pins: 1 };
         refuses(&cache, |cache| cache.write_kv_timeout(1, &k, &v, soon), &error, text);
         let batch = [(1, &*k, &*v), (3, &*k, &*v)];

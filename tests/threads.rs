@@ -336,3 +336,26 @@ fn what_is_below_the_length_is_complete() {
         }
     });
 }
+
+/// A reservation ends and its tokens appear in one step.
+#[test]
+fn who_sees_committed_tokens_can_append() {
+    within(LIMIT, || {
+        let narrow =
+            KVCacheConfig { max_tokens_per_seq: 2000, num_heads: 1, hidden_dim_per_head: 1 };
+        let cache = LayerKvCache::new(narrow);
+        for _ in 0..narrow.max_tokens_per_seq / 2 {
+            let (len, rows) = (cache.len(), cache.reserve(1).unwrap());
+            thread::scope(|scope| {
+                let next = scope.spawn(|| {
+                    while cache.len() == len {
+                        std::hint::spin_loop();
+                    }
+                    cache.append(&[1.0], &[1.0])
+                });
+                rows.commit();
+                assert_eq!(next.join().unwrap(), Ok(len + 1..len + 2));
+            });
+        }
+    });
+}

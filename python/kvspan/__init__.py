@@ -5,6 +5,7 @@ all-or-nothing writes, reads without a copy, safe to use from many threads.
 """
 
 import os
+from threading import active_count as _active_count
 
 from kvspan import errors
 from kvspan._kvspan import (
@@ -29,5 +30,16 @@ __all__ = [
     "errors",
 ]
 
+_forks_with_threads = False
+
+
+def _before_fork() -> None:
+    global _forks_with_threads
+    _forks_with_threads = _active_count() > 1
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_child=lambda: _after_fork_in_child(_forks_with_threads),
+    )

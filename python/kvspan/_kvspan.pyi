@@ -225,6 +225,9 @@ class ReservedSpan:
     @property
     def end(self) -> int:
         """Position one past the last row."""
+    @property
+    def ended(self) -> bool:
+        """Whether the rows were committed or discarded, or the ``with`` block is over."""
     def commit(self) -> range:
         """Publishes the rows."""
     def discard(self) -> None:
@@ -271,5 +274,5 @@ class TensorView(_ExportsBuffer):
     ) -> CapsuleType: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
-def _after_fork_in_child() -> None:
+def _after_fork_in_child(had_threads: bool) -> None:
     """Marks all existing objects as the parent's."""

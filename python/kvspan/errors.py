@@ -130,4 +130,7 @@ class WouldDeadlockError(KvCacheError, RuntimeError):
 
 
 class ForkedError(KvCacheError, RuntimeError):
-    """An object that was made before ``fork()`` was used in the child."""
+    """An object that was made before ``fork()`` was used in the child.
+
+    Or the child wanted to make a cache although the parent had other threads when it forked.
+    """

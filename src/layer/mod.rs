@@ -151,7 +151,7 @@ impl<T: Element> LayerKvCache<T> {
     ///
     /// One copy of two rows, no allocation; below the length, O(views alive) to look for a pin.
     pub fn write_kv(&self, token_idx: usize, keys: &[T], values: &[T]) -> Result<()> {
-        self.write_rows(token_idx, 1, keys.into(), values.into(), Patience::CLOSURES)
+        self.write_row(token_idx, keys.into(), values.into(), Patience::CLOSURES)
     }
 
     /// Does [`write_kv`](Self::write_kv), waiting up to `timeout` for closures and for views.
@@ -187,7 +187,7 @@ impl<T: Element> LayerKvCache<T> {
         timeout: Duration,
     ) -> Result<()> {
         let patience = Patience::for_everything(timeout);
-        self.write_rows(token_idx, 1, keys.into(), values.into(), patience)
+        self.write_row(token_idx, keys.into(), values.into(), patience)
     }
 
     /// Writes many tokens, all or none: entries are `(token_idx, keys, values)`, in any order.
@@ -526,15 +526,14 @@ impl<T: Element> LayerKvCache<T> {
         self.rows()?.initialize(seq_len, deadline)
     }
 
-    pub(crate) fn write_rows(
+    pub(crate) fn write_row(
         &self,
         at: usize,
-        rows: usize,
         keys: Source<'_, T>,
         values: Source<'_, T>,
         patience: Patience,
     ) -> Result<()> {
-        let write = std::iter::once(RowWrite { at, rows, keys, values });
+        let write = std::iter::once(RowWrite { at, rows: 1, keys, values });
         self.rows()?.batch(write).map_err(|(_, error)| error)?.write(patience)
     }
 
@@ -588,6 +587,11 @@ impl<T: Element> LayerKvCache<T> {
         deadline: Deadline,
     ) -> Result<PinnedSpan<T>> {
         self.rows()?.pin(start, end, deadline).map(PinnedSpan::new)
+    }
+
+    #[cfg(feature = "python")]
+    pub(crate) fn check_stored(&self, start: usize, end: usize) -> Result<()> {
+        self.rows()?.check_stored(start, end)
     }
 
     pub(crate) fn prefault_until(&self, deadline: Deadline) -> Result<()> {

@@ -65,6 +65,16 @@ impl<T: Element> PinnedSpan<T> {
         self.rows.range().clone()
     }
 
+    /// Returns the number of KV heads.
+    pub fn num_heads(&self) -> usize {
+        self.rows.geometry().num_heads
+    }
+
+    /// Returns the number of elements in one head.
+    pub fn head_dim(&self) -> usize {
+        self.rows.geometry().head_dim
+    }
+
     /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.rows.range().len()
@@ -127,6 +137,16 @@ impl<T: Element> ReservedSpan<T> {
     /// Returns the positions that the rows will have.
     pub fn range(&self) -> Range<usize> {
         self.rows.range().clone()
+    }
+
+    /// Returns the number of KV heads.
+    pub fn num_heads(&self) -> usize {
+        self.rows.geometry().num_heads
+    }
+
+    /// Returns the number of elements in one head.
+    pub fn head_dim(&self) -> usize {
+        self.rows.geometry().head_dim
     }
 
     /// Returns the number of rows.

@@ -6,7 +6,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 
-use memmap2::MmapMut;
+use memmap2::{MmapMut, MmapRaw};
 
 use crate::dtype::Element;
 use crate::error::{KvError, Result};
@@ -18,14 +18,14 @@ use crate::error::{KvError, Result};
 ///
 /// # Invariants
 ///
-/// * `elements` points to `len` elements of `T` that live as long as `_map`, which nothing else
+/// * `elements` points to `len` elements of `T` that live as long as `map`, which nothing else
 ///   looks into. It is aligned to a page, and so for any element type.
 /// * No reference to the whole is ever made. Who may touch which elements when is for the caller
 ///   to settle; each method says what it relies on.
 pub(super) struct Buffer<T> {
     elements: NonNull<T>,
     len: usize,
-    map: MmapMut,
+    map: MmapRaw,
 }
 
 // SAFETY: a `Buffer` owns its memory and hands out nothing without an unsafe call that must prove
@@ -39,13 +39,16 @@ impl<T: Element> Buffer<T> {
     /// Allocates `len` zeros. The caller has checked that their size fits `isize`.
     pub(super) fn zeroed(len: usize) -> Result<Self> {
         let bytes = len.saturating_mul(size_of::<T>());
-        let mut map = MmapMut::map_anon(bytes).map_err(|_| KvError::OutOfMemory { bytes })?;
+        let out_of_memory = KvError::OutOfMemory { bytes };
+        // Raw, for what looks like a look at its length would be a reference to all its bytes.
+        let map = MmapMut::map_anon(bytes).map_err(|_| out_of_memory.clone())?;
+        let map = MmapRaw::from(map);
         #[cfg(target_os = "linux")]
         {
             // Advice only: a system without huge pages refuses it, and nothing else changes.
             let _ = map.advise(memmap2::Advice::HugePage);
         }
-        let elements = NonNull::from(map.as_mut()).cast();
+        let elements = NonNull::new(map.as_mut_ptr().cast()).ok_or(out_of_memory)?;
         Ok(Self { elements, len, map })
     }
 
@@ -54,12 +57,32 @@ impl<T: Element> Buffer<T> {
         self.map.len()
     }
 
-    /// Asks the system to provide every page now, without changing any; false if it can not.
-    pub(super) fn populate(&self) -> bool {
-        #[cfg(target_os = "linux")]
-        return self.map.advise(memmap2::Advice::PopulateWrite).is_ok();
-        #[cfg(not(target_os = "linux"))]
-        return false;
+    /// Asks the system to provide `num_bytes` from `start` on now, without changing any; false if it
+    /// knows no way.
+    ///
+    /// # Errors
+    ///
+    /// `OutOfMemory` if there are not as many pages.
+    #[cfg(target_os = "linux")]
+    pub(super) fn populate(&self, start: usize, num_bytes: usize) -> Result<bool> {
+        let num_bytes = num_bytes.min(self.nbytes().saturating_sub(start));
+        match self.map.advise_range(memmap2::Advice::PopulateWrite, start, num_bytes) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == std::io::ErrorKind::OutOfMemory => {
+                Err(KvError::OutOfMemory { bytes: self.nbytes() })
+            }
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// This system knows no way.
+    ///
+    /// # Errors
+    ///
+    /// None.
+    #[cfg(not(target_os = "linux"))]
+    pub(super) fn populate(&self, _start: usize, _num_bytes: usize) -> Result<bool> {
+        Ok(false)
     }
 
     /// The address of an element.

@@ -19,6 +19,11 @@ impl Deadline {
         Instant::now().checked_add(timeout).map_or(Self::Never, Self::At)
     }
 
+    /// Whether there was time to wait, and it is over.
+    pub(crate) fn has_passed(self) -> bool {
+        matches!(self, Self::At(instant) if instant <= Instant::now())
+    }
+
     pub(crate) fn lock<T>(self, mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
         match self {
             Self::Now => mutex.try_lock(),

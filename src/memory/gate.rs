@@ -98,9 +98,12 @@ impl Gate {
         if let Some(lock) = self.lock.try_write() {
             return Some(Exclusive { _lock: lock, _turn: None });
         }
+        if matches!(deadline, Deadline::Now) {
+            return None;
+        }
         let turn = deadline.lock(&self.turn)?;
         let lock = match deadline {
-            Deadline::Now => None,
+            Deadline::Now => self.lock.try_write(),
             Deadline::At(instant) => self.lock.try_write_until(instant),
             Deadline::Never => Some(self.lock.write()),
         };

@@ -55,27 +55,29 @@ impl Pins {
 
     /// The first of `ranges` that a pin overlaps, and how many do.
     ///
-    /// Of pins that are made meanwhile it may know nothing.
+    /// `hull` covers them all. Of pins that are made meanwhile it may know nothing.
     pub(super) fn conflict(
         &self,
         ranges: impl Iterator<Item = Range<usize>>,
+        hull: &Range<usize>,
     ) -> Option<(Range<usize>, usize)> {
         if self.alive.load(Ordering::Acquire) == 0 {
             return None;
         }
-        self.register.lock().conflict(ranges)
+        self.register.lock().conflict(ranges, hull)
     }
 
     /// Waits until no pin overlaps any of `ranges`; returns the conflict that is left at `deadline`.
     pub(super) fn wait_until_clear(
         &self,
         ranges: &(impl Iterator<Item = Range<usize>> + Clone),
+        hull: &Range<usize>,
         deadline: Deadline,
     ) -> Option<(Range<usize>, usize)> {
         let mut register = self.register.lock();
         let mut timed_out = false;
         loop {
-            let conflict = register.conflict(ranges.clone())?;
+            let conflict = register.conflict(ranges.clone(), hull)?;
             if timed_out {
                 return Some(conflict);
             }
@@ -93,13 +95,28 @@ impl Pins {
 }
 
 impl Register {
+    /// Costs O(pins) if none is in `hull`; otherwise it sorts those that are, and looks each of
+    /// `ranges` up in them.
     fn conflict(
         &self,
         mut ranges: impl Iterator<Item = Range<usize>>,
+        hull: &Range<usize>,
     ) -> Option<(Range<usize>, usize)> {
+        let (mut starts, mut ends): (Vec<_>, Vec<_>) = self
+            .held
+            .iter()
+            .filter(|(_, held)| held.start < hull.end && hull.start < held.end)
+            .map(|(_, held)| (held.start, held.end))
+            .unzip();
+        if starts.is_empty() {
+            return None;
+        }
+        starts.sort_unstable();
+        ends.sort_unstable();
         ranges.find_map(|range| {
-            let overlaps = |held: &&Range<usize>| held.start < range.end && range.start < held.end;
-            let pins = self.held.iter().map(|(_, held)| held).filter(overlaps).count();
+            // Those that begin before its end, but for those that end before it begins.
+            let pins = starts.partition_point(|&start| start < range.end)
+                - ends.partition_point(|&end| end <= range.start);
             (pins > 0).then_some((range, pins))
         })
     }

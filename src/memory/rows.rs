@@ -19,8 +19,8 @@ use crate::config::Geometry;
 use crate::dtype::Element;
 use crate::error::{KvError, Result};
 
-/// What is touched between two looks at the tail, where the system can not provide pages itself.
-const PREFAULT_STEP_BYTES: usize = 1 << 20;
+/// How much memory is asked for between two looks at the clock: some milliseconds' worth.
+const PREFAULT_STEP_BYTES: usize = 32 << 20;
 
 /// The rows of a cache, shared by all who read and write them.
 #[derive(Debug)]
@@ -146,22 +146,33 @@ impl<T: Element> Rows<T> {
         self.zero_left_behind(buffer, &tail, range.clone());
         tail.high_water = tail.high_water.max(range.end);
         tail.reserved = Some(range.clone());
-        Ok(ReservedRows { rows: Arc::clone(self), range })
+        Ok(ReservedRows { rows: Arc::clone(self), range, commits: false })
     }
 
     /// Has the system provide all pages of the buffer now.
+    ///
+    /// What was provided when the deadline passes stays, so that another call goes on from there.
     pub(crate) fn prefault(&self, deadline: Deadline) -> Result<()> {
         let buffer = self.allocated(&*self.lock_tail(deadline)?)?;
-        if buffer.populate() {
-            return Ok(());
+        for start in (0..buffer.nbytes()).step_by(PREFAULT_STEP_BYTES) {
+            if deadline.has_passed() {
+                return Err(busy(&(0..self.geometry.capacity)));
+            }
+            if !buffer.populate(start, PREFAULT_STEP_BYTES)? {
+                return self.touch(buffer);
+            }
         }
-        // Zeros over rows that are zero, and that nobody can see, touch the pages as well. Step by
-        // step, so that nobody waits for long.
+        Ok(())
+    }
+
+    /// Does the same where the system knows no way: zeros over rows that are zero, and that nobody
+    /// can see, touch their pages. Step by step, so that nobody waits for the tail for long.
+    fn touch(&self, buffer: &Buffer<T>) -> Result<()> {
         let Geometry { capacity, width, .. } = self.geometry;
         let step = (PREFAULT_STEP_BYTES / (width * size_of::<T>())).max(1);
         for start in (0..capacity).step_by(step) {
             let tail = self.lock_tail(Deadline::Never)?;
-            let untouched = start.max(tail.high_water)..(start + step).min(capacity);
+            let untouched = start.max(tail.high_water)..start.saturating_add(step).min(capacity);
             if !untouched.is_empty() {
                 // SAFETY: the rows were never handed out, and the tail is held.
                 unsafe { self.zero(buffer, &untouched) };
@@ -284,11 +295,11 @@ impl<T: Element> Rows<T> {
         }
         loop {
             if patience.for_pins && exclusive.is_none() {
-                let left = self.pins.wait_until_clear(ranges, patience.deadline);
+                let left = self.pins.wait_until_clear(ranges, hull, patience.deadline);
                 if let Some((range, pins)) = left {
                     return Err(KvError::Timeout { range: published(range), pins });
                 }
-            } else if let Some((range, pins)) = self.pins.conflict(ranges.clone()) {
+            } else if let Some((range, pins)) = self.pins.conflict(ranges.clone(), hull) {
                 if !patience.for_pins {
                     return Err(KvError::Pinned { range: published(range), pins });
                 }
@@ -315,11 +326,6 @@ impl<T: Element> Rows<T> {
         }
         let buffer = Buffer::zeroed(self.geometry.num_elements)?;
         Ok(self.buffer.get_or_init(|| buffer))
-    }
-
-    fn publish(&self, tail: &mut Tail, len: usize) {
-        tail.high_water = tail.high_water.max(len);
-        self.len.store(len, Ordering::Release);
     }
 
     /// Zeroes those rows of an unpublished `range` that hold what was truncated or discarded.
@@ -399,12 +405,25 @@ impl<T: Element> Rows<T> {
         Ok(range)
     }
 
+    /// Says whether all of a range is published now.
+    #[cfg(feature = "python")]
+    pub(crate) fn check_stored(&self, start: usize, end: usize) -> Result<()> {
+        self.published(start, Some(end)).map(drop)
+    }
+
     fn check_published(&self, range: &Range<usize>) -> Result<()> {
         let len = self.len();
         if range.end > len {
             return Err(KvError::RangeOutOfBounds { start: range.start, end: range.end, len });
         }
         Ok(())
+    }
+}
+
+impl<T> Rows<T> {
+    fn publish(&self, tail: &mut Tail, len: usize) {
+        tail.high_water = tail.high_water.max(len);
+        self.len.store(len, Ordering::Release);
     }
 }
 
@@ -524,6 +543,8 @@ impl<T> Drop for PinnedRows<T> {
 pub(crate) struct ReservedRows<T> {
     rows: Arc<Rows<T>>,
     range: Range<usize>,
+    /// Whether to publish the rows at the end.
+    commits: bool,
 }
 
 impl<T: Element> ReservedRows<T> {
@@ -541,7 +562,8 @@ impl<T: Element> ReservedRows<T> {
         unsafe { self.rows.slices(&self.range) }
     }
 
-    /// Where the keys and the values are, for whoever shares this object to read and write.
+    /// Where the keys and the values are, for whoever shares this object to read and write. Whoever
+    /// uses them makes no slices of the same rows meanwhile.
     #[cfg(feature = "python")]
     pub(crate) fn pointers(&self) -> [NonNull<T>; 2] {
         let Some(buffer) = self.rows.buffer.get() else { return [NonNull::dangling(); 2] };
@@ -561,15 +583,18 @@ impl<T: Element> ReservedRows<T> {
     }
 
     /// Publishes the rows.
-    pub(crate) fn commit(self) {
-        let mut tail = self.rows.tail.lock();
-        self.rows.publish(&mut tail, self.range.end);
-        // Dropping `self` then ends the reservation.
+    pub(crate) fn commit(mut self) {
+        self.commits = true;
     }
 }
 
 impl<T> Drop for ReservedRows<T> {
+    /// Ends the reservation and publishes its rows, if at all, in one step for all others.
     fn drop(&mut self) {
-        self.rows.tail.lock().reserved = None;
+        let mut tail = self.rows.tail.lock();
+        tail.reserved = None;
+        if self.commits {
+            self.rows.publish(&mut tail, self.range.end);
+        }
     }
 }

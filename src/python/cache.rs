@@ -2,18 +2,19 @@
 
 use std::ops::Range;
 
-use pyo3::exceptions::{PyException, PyTypeError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyRange, PyTuple};
 
-use super::buffer::{Foreign, Lease, Room, Side, Tokens, Wanted, new_array};
+use super::buffer::{Foreign, Lease, Opened, Room, Side, Tokens, Wanted, new_array};
 use super::config::PyKVCacheConfig;
 use super::convert::{NumTokens, Seconds};
 use super::error::InvalidInputError;
-use super::fork::ProcessLocal;
+use super::fork::{self, ProcessLocal};
 use super::patience;
 use super::reserved::{PyReservedSpan, positions};
 use super::span::PyKVSpan;
+use crate::error::KvError;
 use crate::layer::{LayerKvCache, PinnedSpan};
 use crate::memory::RowWrite;
 
@@ -81,9 +82,20 @@ impl PyLayerKvCache {
         values: &'a Bound<'py, PyAny>,
         tokens: Tokens,
     ) -> PyResult<(Foreign<'a, 'py>, Foreign<'a, 'py>)> {
+        let (keys, values) = self.open(keys, values, tokens)?;
+        Ok((keys.look()?, values.look()?))
+    }
+
+    #[inline]
+    fn open<'a, 'py>(
+        &self,
+        keys: &'a Bound<'py, PyAny>,
+        values: &'a Bound<'py, PyAny>,
+        tokens: Tokens,
+    ) -> PyResult<(Opened<'a, 'py>, Opened<'a, 'py>)> {
         let (heads, dim) = self.dims();
-        let keys = Foreign::extract(keys, Wanted { name: "keys", tokens, heads, dim })?;
-        let values = Foreign::extract(values, Wanted { name: "values", tokens, heads, dim })?;
+        let keys = Opened::new(keys, Wanted { name: "keys", tokens, heads, dim })?;
+        let values = Opened::new(values, Wanted { name: "values", tokens, heads, dim })?;
         Ok((keys, values))
     }
 
@@ -96,18 +108,31 @@ impl PyLayerKvCache {
         self.pin(py, token_idx.0, Some(token_idx.0.saturating_add(1)))
     }
 
-    /// New arrays with the keys and the values of `pinned`.
+    /// New arrays with the keys and the values of a range.
     fn copies<'py>(
         &self,
         py: Python<'py>,
-        pinned: &PinnedSpan,
+        range: Range<usize>,
         axes: &[usize],
     ) -> PyResult<Bound<'py, PyTuple>> {
+        // Before there is an attempt to allocate as much. It is not pinned, so that to read it keeps
+        // nobody from changing it.
+        self.cache.get()?.check_stored(range.start, range.end)?;
         let (keys, values) = (new_array(py, axes)?, new_array(py, axes)?);
-        let keys_room = Room::extract(&keys, "keys", self.dims())?;
-        let values_room = Room::extract(&values, "values", self.dims())?;
-        self.copy_out(py, pinned.range(), &keys_room, &values_room)?;
+        let (keys_room, values_room) = self.rooms(["keys", "values"], &keys, &values)?;
+        self.copy_out(py, range, &keys_room, &values_room)?;
         PyTuple::new(py, [&keys, &values])
+    }
+
+    fn rooms<'a, 'py>(
+        &self,
+        names: [&'static str; 2],
+        keys: &'a Bound<'py, PyAny>,
+        values: &'a Bound<'py, PyAny>,
+    ) -> PyResult<(Room<'a, 'py>, Room<'a, 'py>)> {
+        let keys = Room::open(keys, names[0], self.dims())?;
+        let values = Room::open(values, names[1], self.dims())?;
+        Ok((Room::look(keys)?, Room::look(values)?))
     }
 
     fn copy_out(
@@ -132,24 +157,26 @@ impl PyLayerKvCache {
         entries: &Bound<'_, PyAny>,
         timeout: Option<Seconds>,
     ) -> PyResult<()> {
-        let entries = entries
-            .try_iter()?
+        let mut fields = Vec::new();
+        for (index, entry) in entries.try_iter()?.enumerate() {
+            let entry = entry?;
+            let tuple = entry.cast::<PyTuple>().map_err(PyErr::from);
+            let checked = tuple.and_then(entry_fields).map_err(|error| in_entry(py, index, error));
+            push(py, &mut fields, checked?)?;
+        }
+        // What may run Python code is all done before the first look at an array.
+        let mut opened = Vec::new();
+        for (index, (token, keys, values)) in fields.iter().enumerate() {
+            let pair = self.open(keys, values, Tokens::One);
+            let pair = pair.map_err(|error| in_entry(py, index, error))?;
+            push(py, &mut opened, (token.0, pair))?;
+        }
+        let rows = opened
+            .into_iter()
             .enumerate()
-            .map(|(index, entry)| {
-                let entry = entry?;
-                let fields = entry.cast::<PyTuple>().map_err(PyErr::from).and_then(entry_fields);
-                fields.map_err(|error| in_entry(py, index, error))
-            })
-            .collect::<PyResult<Vec<_>>>()?;
-        let rows = entries
-            .iter()
-            .enumerate()
-            .map(|(index, (token, keys, values))| {
-                let checked = || {
-                    let (keys, values) = self.keys_and_values(keys, values, Tokens::One)?;
-                    Ok((token.0, keys, values))
-                };
-                checked().map_err(|error| in_entry(py, index, error))
+            .map(|(index, (at, (keys, values)))| {
+                let looked = keys.look().and_then(|keys| Ok((at, keys, values.look()?)));
+                looked.map_err(|error| in_entry(py, index, error))
             })
             .collect::<PyResult<Vec<_>>>()?;
         let writes: Vec<_> = rows
@@ -174,17 +201,16 @@ impl PyLayerKvCache {
         values: &Bound<'_, PyAny>,
         timeout: Option<Seconds>,
     ) -> PyResult<()> {
+        let (keys, values) = self.open(keys, values, Tokens::Many)?;
         let tokens = token_indices(token_idxs)?;
-        let (keys, values) = self.keys_and_values(keys, values, Tokens::Many)?;
+        let (keys, values) = (keys.look()?, values.look()?);
         let width = self.config.config.token_width();
-        let given = (keys.len() / width, values.len() / width);
-        if given != (tokens.len(), tokens.len()) {
+        let given = (tokens.len(), keys.len() / width, values.len() / width);
+        if given.0 != given.1 || given.0 != given.2 {
             return Err(InvalidInputError::new_err((format!(
                 "{} token indices were given with {} rows of keys and {} rows of values: all \
                  must be the same",
-                tokens.len(),
-                given.0,
-                given.1
+                given.0, given.1, given.2
             ),)));
         }
         let writes: Vec<_> = tokens
@@ -220,9 +246,10 @@ impl PyLayerKvCache {
 impl PyLayerKvCache {
     #[new]
     #[pyo3(signature = (config = None))]
-    fn new(config: Option<PyKVCacheConfig>) -> Self {
+    fn new(config: Option<PyKVCacheConfig>) -> PyResult<Self> {
+        fork::check_process()?;
         let config = config.unwrap_or_default();
-        Self::with_cache(config, LayerKvCache::new(config.config))
+        Ok(Self::with_cache(config, LayerKvCache::new(config.config)))
     }
 
     // Writing
@@ -265,7 +292,7 @@ impl PyLayerKvCache {
         let timeout = timeout.map(|timeout| timeout.0);
         let (keys, values) = (keys.source(), values.source());
         patience::run(py, nbytes, timeout, |patience| {
-            cache.write_rows(token_idx.0, 1, keys, values, patience)
+            cache.write_row(token_idx.0, keys, values, patience)
         })
     }
 
@@ -415,8 +442,7 @@ impl PyLayerKvCache {
         keys_out: &Bound<'_, PyAny>,
         values_out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let keys = Room::extract(keys_out, "keys_out", self.dims())?;
-        let values = Room::extract(values_out, "values_out", self.dims())?;
+        let (keys, values) = self.rooms(["keys_out", "values_out"], keys_out, values_out)?;
         self.copy_out(py, start_token.0..end_token.0, &keys, &values)
     }
 
@@ -424,9 +450,9 @@ impl PyLayerKvCache {
     ///
     /// Raises OutOfRangeError if the token is not stored.
     fn read_kv<'py>(&self, py: Python<'py>, token_idx: NumTokens) -> PyResult<Bound<'py, PyTuple>> {
-        let pinned = self.pin_token(py, token_idx)?;
         let (heads, dim) = self.dims();
-        self.copies(py, &pinned, &[heads, dim])
+        let range = token_idx.0..token_idx.0.saturating_add(1);
+        self.copies(py, range, &[heads, dim])
     }
 
     /// Returns new arrays [tokens, num_heads, head_dim] with the keys and the values of the tokens
@@ -439,9 +465,8 @@ impl PyLayerKvCache {
         start: NumTokens,
         end: NumTokens,
     ) -> PyResult<Bound<'py, PyTuple>> {
-        let pinned = self.pin(py, start.0, Some(end.0))?;
         let (heads, dim) = self.dims();
-        self.copies(py, &pinned, &[pinned.len(), heads, dim])
+        self.copies(py, start.0..end.0, &[end.0.saturating_sub(start.0), heads, dim])
     }
 
     // The cache itself
@@ -491,13 +516,16 @@ impl PyLayerKvCache {
         Ok(Self::with_cache(self.config, copy))
     }
 
-    fn __repr__(&self) -> PyResult<String> {
-        let (len, capacity) = (self.cache.get()?.len(), self.capacity());
+    fn __repr__(&self) -> String {
+        let Ok(cache) = self.cache.get() else {
+            return "LayerKvCache(made before fork())".to_owned();
+        };
+        let (len, capacity) = (cache.len(), self.capacity());
         let (heads, dim) = self.dims();
-        Ok(format!(
+        format!(
             "LayerKvCache(len={len}, capacity={capacity}, num_heads={heads}, head_dim={dim}, \
              dtype='float32')"
-        ))
+        )
     }
 }
 
@@ -517,28 +545,31 @@ fn entry_fields<'py>(
 /// The elements of an array or any other iterable of integers.
 fn token_indices(token_idxs: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
     let py = token_idxs.py();
-    token_idxs
-        .try_iter()?
-        .enumerate()
-        .map(|(index, token)| {
-            let token: PyResult<NumTokens> = token.and_then(|token| token.extract());
-            token.map(|token| token.0).map_err(|error| in_entry(py, index, error))
-        })
-        .collect()
+    let mut tokens = Vec::new();
+    for (index, token) in token_idxs.try_iter()?.enumerate() {
+        let token: PyResult<NumTokens> = token?.extract();
+        push(py, &mut tokens, token.map_err(|error| in_entry(py, index, error))?.0)?;
+    }
+    Ok(tokens)
+}
+
+/// Appends what comes out of an iterator that may never end.
+fn push<T>(py: Python<'_>, items: &mut Vec<T>, item: T) -> PyResult<()> {
+    if items.len() == items.capacity() {
+        // Seldom enough to look for Ctrl-C, and often enough for it.
+        py.check_signals()?;
+        let bytes = size_of_val(items.as_slice()).saturating_mul(2);
+        items
+            .try_reserve(items.len().clamp(16, 1 << 16))
+            .map_err(|_| KvError::OutOfMemory { bytes })?;
+    }
+    items.push(item);
+    Ok(())
 }
 
 /// Says in `error` which entry of a batch it is about.
 fn in_entry(py: Python<'_>, index: usize, error: PyErr) -> PyErr {
-    let described = || {
-        let value = error.value(py);
-        let mut args: Vec<Bound<'_, PyAny>> = value.getattr("args")?.extract()?;
-        let message = format!("entry {index} of the batch: {}", value.str()?);
-        args.splice(..args.len().min(1), [message.into_pyobject(py)?.into_any()]);
-        let same_kind = value.get_type().call1(PyTuple::new(py, args)?)?;
-        let described = PyErr::from_value(same_kind);
-        described.set_cause(py, error.cause(py));
-        PyResult::Ok(described)
-    };
-    // What is no error, such as KeyboardInterrupt, and what can not be made again passes as it is.
-    if error.is_instance_of::<PyException>(py) { described().unwrap_or(error) } else { error }
+    // If that fails, nothing but the note is lost.
+    let _ = error.add_note(py, format!("in entry {index} of the batch"));
+    error
 }

@@ -41,15 +41,20 @@ impl<'py> FromPyObject<'_, 'py> for Seconds {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let seconds = match object.extract::<f64>() {
-            Ok(seconds) => seconds,
-            Err(error) if error.is_instance_of::<PyTypeError>(object.py()) => {
-                let given = object.get_type().name()?;
-                let message = format!("timeout must be a number of seconds, not {given}");
-                return Err(PyTypeError::new_err(message));
-            }
-            Err(error) => return Err(error),
-        };
+        let seconds =
+            match object.extract::<f64>() {
+                Ok(seconds) => seconds,
+                Err(error) if error.is_instance_of::<PyTypeError>(object.py()) => {
+                    let given = object.get_type().name()?;
+                    let message = format!("timeout must be a number of seconds, not {given}");
+                    return Err(PyTypeError::new_err(message));
+                }
+                // More than a float can hold.
+                Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
+                    if object.lt(0)? { f64::NEG_INFINITY } else { f64::INFINITY }
+                }
+                Err(error) => return Err(error),
+            };
         if seconds.is_nan() || seconds < 0.0 {
             return Err(InvalidInputError::new_err((format!(
                 "timeout must be 0 or more seconds, but it is {seconds}"

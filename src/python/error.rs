@@ -1,11 +1,19 @@
 //! From [`KvError`] to the exceptions of `kvspan.errors`.
 
+use pyo3::PyTypeInfo;
 use pyo3::prelude::*;
 
 use crate::error::KvError;
 
 macro_rules! import_exceptions {
-    ($($name:ident),* $(,)?) => { $(pyo3::import_exception!(kvspan.errors, $name);)* };
+    ($($name:ident),* $(,)?) => {
+        $(pyo3::import_exception!(kvspan.errors, $name);)*
+
+        /// Looks all classes up, which later, as in a destructor at exit, may be too late.
+        pub(super) fn import_all(py: Python<'_>) {
+            $($name::type_object(py);)*
+        }
+    };
 }
 
 import_exceptions!(

@@ -1,9 +1,10 @@
 //! What a forked child may touch: nothing that its parent made.
 //!
 //! `fork` copies the memory of locks that threads of the parent may hold, and no thread that would
-//! let them go. So a child neither uses nor drops a cache of its parent.
+//! let them go. So a child neither uses nor drops a cache of its parent. If there were such threads,
+//! what locks share in a process may be held as well, and the child can not make caches of its own.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use pyo3::prelude::*;
 
@@ -12,11 +13,27 @@ use super::error::ForkedError;
 /// How often this process and its ancestors were forked.
 static GENERATION: AtomicUsize = AtomicUsize::new(0);
 
+/// Whether other threads were running when this process was forked. What locks share in a process
+/// may have been in their hands.
+static HAD_THREADS: AtomicBool = AtomicBool::new(false);
+
 /// Marks all existing objects as the parent's. `kvspan` registers it with `os.register_at_fork`.
 #[pyfunction]
 #[pyo3(name = "_after_fork_in_child")]
-pub(super) fn after_fork_in_child() {
+pub(super) fn after_fork_in_child(had_threads: bool) {
     GENERATION.fetch_add(1, Ordering::Relaxed);
+    HAD_THREADS.fetch_or(had_threads, Ordering::Relaxed);
+}
+
+/// Refuses to make locks in a process where they could hang.
+pub(super) fn check_process() -> PyResult<()> {
+    if HAD_THREADS.load(Ordering::Relaxed) {
+        return Err(ForkedError::new_err((
+            "this process was forked while other threads were running, after which no lock can be \
+             relied on: start it with the multiprocessing method 'spawn' or 'forkserver'",
+        )));
+    }
+    Ok(())
 }
 
 /// A value that only the process that made it uses and drops.

@@ -19,8 +19,12 @@ mod span;
 
 use pyo3::prelude::*;
 
-#[pymodule(gil_used = false)]
+// Not yet for free-threaded Python, where a count of references does not prove that there are no
+// others (`buffer::Lease`).
+#[pymodule(gil_used = true)]
 mod _kvspan {
+    use pyo3::prelude::*;
+
     #[pymodule_export]
     use super::buffer::PyTensorView;
     #[pymodule_export]
@@ -33,6 +37,16 @@ mod _kvspan {
     use super::reserved::PyReservedSpan;
     #[pymodule_export]
     use super::span::PyKVSpan;
+
+    /// Loads what must not fail to load in the middle of a call.
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        let py = module.py();
+        py.import("numpy")?;
+        numpy::dtype::<f32>(py);
+        super::error::import_all(py);
+        Ok(())
+    }
 
     #[pymodule_export]
     #[expect(non_upper_case_globals, reason = "the name that Python tools look for")]

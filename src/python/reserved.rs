@@ -15,8 +15,8 @@ use crate::layer::ReservedSpan;
 /// object. As a context manager it commits at the end of the block, or discards if the block
 /// raises. Until then everything else that would move the length raises ReservedError.
 ///
-/// What is published can not be written any more, so ``commit()`` refuses while arrays over the
-/// rows are alive. Use ``rows.keys[...] = k`` or ``out=rows.keys`` rather than keeping the arrays in
+/// What is published can not be written any more, so ``commit()``, also that at the end of a block,
+/// refuses while arrays over the rows are alive, and the reservation stays open. Use ``rows.keys[...] = k`` or ``out=rows.keys`` rather than keeping the arrays in
 /// variables, or delete those before the block ends.
 ///
 /// Examples
@@ -78,6 +78,12 @@ impl PyReservedSpan {
     #[getter]
     fn end(&self) -> usize {
         self.range.end
+    }
+
+    /// Whether the rows were committed or discarded, or the ``with`` block is over.
+    #[getter]
+    fn ended(&self) -> bool {
+        self.lease.is_over()
     }
 
     /// Publishes the rows, all at once, and returns their positions.

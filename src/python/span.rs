@@ -37,8 +37,7 @@ pub(super) struct PyKVSpan {
 
 impl PyKVSpan {
     pub(super) fn new(py: Python<'_>, pinned: PinnedSpan) -> PyResult<Self> {
-        let span = pinned.span();
-        let (num_heads, head_dim) = (span.num_heads(), span.head_dim());
+        let (num_heads, head_dim) = (pinned.num_heads(), pinned.head_dim());
         let range = pinned.range();
         Ok(Self { range, num_heads, head_dim, lease: Lease::pinned(py, pinned)? })
     }

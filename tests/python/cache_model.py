@@ -79,7 +79,7 @@ class CacheModel:
     def append(self, numbers):
         if len(self.numbers) + len(numbers) > CAPACITY:
             return CapacityExceededError
-        if self.reserved is not None:
+        if self.reserved is not None and numbers:
             return ReservedError
         self.allocated = True
         self.numbers += numbers

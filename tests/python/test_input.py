@@ -284,6 +284,42 @@ def test_what_is_not_an_error_of_the_exporter_passes_unchanged(call, error, fill
     assert raised.args == error.args
 
 
+class Meddling(Raising):
+    """Does something to another argument while its own memory is asked for."""
+
+    def __init__(self, meddle):
+        self.meddle = meddle
+
+    def __dlpack__(self, **options):
+        self.meddle()
+        return VALUES.__dlpack__(**options)
+
+
+@pytest.mark.parametrize("call", [*WRITES, read_into])
+def test_exporter_may_take_the_memory_of_another_argument_away(call, filled):
+    keys = np.ones((HEADS, DIM), np.float32)
+    shrinks = Meddling(lambda: keys.resize((0,), refcheck=False))
+    refused(filled, InvalidInputError, call, filled, keys, shrinks)
+
+
+def test_iterator_may_take_the_memory_of_earlier_entries_away(filled):
+    keys = np.ones((HEADS, DIM), np.float32)
+
+    def entries():
+        yield 0, keys, VALUES
+        keys.resize((0,), refcheck=False)
+        yield 1, KEYS, VALUES
+
+    refused(filled, InvalidInputError, filled.write_kv_batch, entries())
+
+
+def test_exporter_may_use_the_cache(filled):
+    filled.append(KEYS, Meddling(lambda: filled.truncate(2)))
+    assert len(filled) == 3
+    filled.write_kv(5, KEYS, Meddling(filled.reset))
+    assert len(filled) == 6
+
+
 # The cache's own memory
 
 

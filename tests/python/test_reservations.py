@@ -105,9 +105,11 @@ def test_what_does_not_fit_is_refused(filled):
 def test_commit_publishes_the_rows(filled):
     rows = filled.reserve(3)
     fill(rows, first=7)
+    assert not rows.ended
     assert rows.commit() == range(6, 9)
     assert_holds(filled, *tokens(9))
-    assert "ended" in repr(rows)
+    assert rows.ended
+    assert repr(rows) == "ReservedSpan(start=6, end=9, dtype='float32', ended)"
 
 
 def test_discard_leaves_no_trace(filled):
@@ -194,7 +196,6 @@ def test_arrays_of_the_rows_outlive_the_cache():
     "move",
     [
         lambda cache: cache.append(*token()),
-        lambda cache: cache.append(*tokens(0)),
         lambda cache: cache.initialize(7),
         lambda cache: cache.write_kv(6, *token()),
         lambda cache: cache.write_kv(9, *token(), timeout=0),
@@ -221,6 +222,7 @@ def test_tokens_can_be_read_and_overwritten(filled):
     filled.initialize(6)
     filled.initialize(2)
     filled.truncate(6)
+    assert filled.append(*tokens(0)) == range(6, 6)
     assert_array_equal(filled.read_kv(5), token(60))
     assert_array_equal(filled.view(0, 1).keys[0], token(50)[0])
     assert not rows.keys.any()
@@ -263,10 +265,11 @@ def test_with_block_may_end_the_rows_itself(end, filled):
 
 
 def test_with_block_that_keeps_an_array_does_not_commit(filled):
-    with pytest.raises(ViewsAliveError), filled.reserve(3) as rows:
+    with pytest.raises(ViewsAliveError, match="still reserved"), filled.reserve(3) as rows:
         keys = rows.keys
         keys[...] = tokens(3, first=7)[0]
     assert_holds(filled, *tokens(6))
+    assert not rows.ended
     del keys
     rows.values[...] = tokens(3, first=7)[1]
     rows.commit()

@@ -223,7 +223,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.rows = None
         if self.arrays_of_rows:
             # They keep the reservation open.
-            self.call(ReservedError, self.handle(0).append, *elements([]))
+            self.call(ReservedError, self.handle(0).reserve, 0)
             self.arrays_of_rows.clear()
         self.ended(commits=False)
 

@@ -287,7 +287,7 @@ def test_release_is_refused_while_anything_else_holds_the_memory(hold, filled):
 def test_release_counts_the_views(filled):
     span = filled.view()
     held = [span.keys, span.values, span.key_view]
-    with pytest.raises(ViewsAliveError, match=r"3 view\(s\) over the span are alive") as caught:
+    with pytest.raises(ViewsAliveError, match=r"3 view\(s\) over the rows are alive") as caught:
         span.release()
     assert caught.value.views == len(held)
 

@@ -165,6 +165,7 @@ def reservations(cache: LayerKvCache) -> None:
     assert_type(rows.key_view, TensorView)
     assert_type(rows.value_view, TensorView)
     assert_type((rows.start, rows.end, len(rows)), tuple[int, int, int])
+    assert_type(rows.ended, bool)
     assert_type(rows.commit(), range)
     rows.discard()
     with cache.reserve(3) as rows:

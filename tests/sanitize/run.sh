@@ -63,6 +63,14 @@ make_venv() {
   "$VENV/bin/python" -c 'import numpy' 2>/dev/null || "$VENV/bin/pip" install --quiet 'numpy>=2.1'
 }
 
+# Before anything is built, for a patch that the sources have outgrown would be found minutes later.
+check_patches() {
+  local patch
+  for patch in "$HERE"/planted-*.patch; do
+    patch --dry-run --quiet --strip=1 <"$patch" >/dev/null || fail "$patch does not apply any more"
+  done
+}
+
 # Building
 
 # Copies the sources to src-TREE, with the planted bug of that name unless TREE is "real". A copy
@@ -231,6 +239,7 @@ flock 9
 
 find_tools
 [[ ${#MISSING[@]} == 0 ]] || install_tools
+check_patches
 OPTIONS="exitcode=$REPORTED halt_on_error=1 external_symbolizer_path=$SYMBOLIZER"
 make_venv
 address_job

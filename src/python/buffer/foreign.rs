@@ -29,11 +29,10 @@ pub(in crate::python) struct Foreign<'a, 'py> {
     _owner: Owner<'a, 'py>,
 }
 
-#[expect(dead_code, reason = "holding it is what it is for")]
 enum Owner<'a, 'py> {
     /// The caller's reference, which outlives the call.
     Caller(&'a Bound<'py, PyUntypedArray>),
-    Object(Bound<'py, PyAny>),
+    Array(Bound<'py, PyUntypedArray>),
     Buffer(PyUntypedBuffer),
 }
 
@@ -60,43 +59,41 @@ pub(in crate::python) struct Wanted {
     pub(in crate::python) dim: usize,
 }
 
-impl<'a, 'py> Foreign<'a, 'py> {
-    /// Takes any object that offers such memory.
+/// An object that offers such memory, before its place is looked up.
+///
+/// In two steps, because only the first may run Python code, which may take the memory of an array
+/// away. Open all that a call is given, then look.
+pub(in crate::python) struct Opened<'a, 'py> {
+    owner: Owner<'a, 'py>,
+    wanted: Wanted,
+}
+
+impl<'a, 'py> Opened<'a, 'py> {
     #[inline]
-    pub(in crate::python) fn extract(
-        object: &'a Bound<'py, PyAny>,
-        wanted: Wanted,
-    ) -> PyResult<Self> {
-        match object.cast::<PyUntypedArray>() {
-            Ok(array) => Self::from_array(array, Owner::Caller(array), wanted),
-            Err(_) => Self::from_other(object, wanted),
-        }
+    pub(in crate::python) fn new(object: &'a Bound<'py, PyAny>, wanted: Wanted) -> PyResult<Self> {
+        let owner = match object.cast::<PyUntypedArray>() {
+            Ok(array) => Owner::Caller(array),
+            Err(_) => Owner::of_other(object, &wanted)?,
+        };
+        Ok(Self { owner, wanted })
     }
 
     // Inlined, since moving the results of two calls was a tenth of a write's time.
     #[inline]
-    fn from_array(
-        array: &Bound<'py, PyUntypedArray>,
-        owner: Owner<'a, 'py>,
-        wanted: Wanted,
-    ) -> PyResult<Self> {
-        let dtype = array.dtype();
-        // Cheaper than to compare with a dtype object.
-        if dtype.char() != b'f' || dtype.is_native_byteorder() != Some(true) {
-            return Err(wanted.wrong_dtype(&dtype.to_string()));
-        }
-        if !array.is_c_contiguous() {
-            return Err(wanted.not_contiguous(array.strides()));
-        }
-        // SAFETY: `array` is an array object, whose fields may be read while attached.
-        let fields = unsafe { &(*array.as_array_ptr()).fields };
-        wanted.check(array.shape(), fields.flags & NPY_ARRAY_WRITEABLE != 0)?;
-        let data = wanted.aligned(fields.data.cast())?;
-        Ok(Self { data, len: array.len(), _owner: owner })
+    pub(in crate::python) fn look(self) -> PyResult<Foreign<'a, 'py>> {
+        let Self { owner, wanted } = self;
+        let (data, len) = match &owner {
+            Owner::Caller(array) => wanted.in_array(array)?,
+            Owner::Array(array) => wanted.in_array(array)?,
+            Owner::Buffer(buffer) => wanted.in_buffer(buffer)?,
+        };
+        Ok(Foreign { data, len, _owner: owner })
     }
+}
 
+impl<'py> Owner<'_, 'py> {
     #[cold]
-    fn from_other(object: &Bound<'py, PyAny>, wanted: Wanted) -> PyResult<Self> {
+    fn of_other(object: &Bound<'py, PyAny>, wanted: &Wanted) -> PyResult<Self> {
         let py = object.py();
         // A memoryview adds what some exporters leave out, such as the strides.
         let view = PyMemoryView::from(object);
@@ -107,13 +104,12 @@ impl<'a, 'py> Foreign<'a, 'py> {
                 return Err(wanted.wrong_shape(&[]));
             }
             let buffer = view.and_then(|view| PyUntypedBuffer::get(&view));
-            let buffer = buffer.map_err(|cause| wanted.unreadable(py, "a buffer", cause))?;
-            return Self::from_buffer(buffer, wanted);
+            return buffer.map(Owner::Buffer).map_err(|e| wanted.unreadable(py, "a buffer", e));
         }
         if object.hasattr("__dlpack__")? {
             let array = py.import("numpy")?.call_method1("from_dlpack", (object,));
             let array = array.map_err(|cause| wanted.unreadable(py, "DLPack", cause))?;
-            return Self::from_array(array.cast()?, Owner::Object(array.clone()), wanted);
+            return Ok(Owner::Array(array.cast_into()?));
         }
         let name = wanted.name;
         Err(PyTypeError::new_err(format!(
@@ -122,22 +118,9 @@ impl<'a, 'py> Foreign<'a, 'py> {
             object.get_type().name()?
         )))
     }
+}
 
-    fn from_buffer(buffer: PyUntypedBuffer, wanted: Wanted) -> PyResult<Self> {
-        // 'f' is a native float, and '<f' is one as well where that is the native order.
-        let native = if cfg!(target_endian = "little") { "<f" } else { ">f" };
-        let format = buffer.format().to_string_lossy();
-        if !["f", "@f", "=f", native].contains(&format.as_ref()) {
-            return Err(wanted.wrong_dtype(&format!("'{format}' (a struct format)")));
-        }
-        if !buffer.is_c_contiguous() {
-            return Err(wanted.not_contiguous(buffer.strides()));
-        }
-        wanted.check(buffer.shape(), !buffer.readonly())?;
-        let data = wanted.aligned(buffer.buf_ptr().cast())?;
-        Ok(Self { data, len: buffer.item_count(), _owner: Owner::Buffer(buffer) })
-    }
-
+impl Foreign<'_, '_> {
     pub(in crate::python) fn len(&self) -> usize {
         self.len
     }
@@ -166,13 +149,17 @@ impl<'a, 'py> Foreign<'a, 'py> {
 pub(in crate::python) struct Room<'a, 'py>(Foreign<'a, 'py>);
 
 impl<'a, 'py> Room<'a, 'py> {
-    /// Takes any object that offers such memory for writing.
-    pub(in crate::python) fn extract(
+    pub(in crate::python) fn open(
         object: &'a Bound<'py, PyAny>,
         name: &'static str,
         (heads, dim): (usize, usize),
-    ) -> PyResult<Self> {
-        Foreign::extract(object, Wanted { name, tokens: Tokens::Room, heads, dim }).map(Self)
+    ) -> PyResult<Opened<'a, 'py>> {
+        Opened::new(object, Wanted { name, tokens: Tokens::Room, heads, dim })
+    }
+
+    /// Looks at what [`open`](Self::open) returned.
+    pub(in crate::python) fn look(opened: Opened<'a, 'py>) -> PyResult<Self> {
+        opened.look().map(Self)
     }
 
     /// The memory as something to copy to.
@@ -183,6 +170,39 @@ impl<'a, 'py> Room<'a, 'py> {
 }
 
 impl Wanted {
+    /// Where the elements of an array are, and how many.
+    #[inline]
+    fn in_array(&self, array: &Bound<'_, PyUntypedArray>) -> PyResult<(NonNull<f32>, usize)> {
+        let dtype = array.dtype();
+        // Cheaper than to compare with a dtype object.
+        if dtype.char() != b'f' || dtype.is_native_byteorder() != Some(true) {
+            return Err(self.wrong_dtype(&dtype.to_string()));
+        }
+        if !array.is_c_contiguous() {
+            return Err(self.not_contiguous(array.strides()));
+        }
+        // SAFETY: `array` is an array object, whose fields may be read while attached.
+        let fields = unsafe { &(*array.as_array_ptr()).fields };
+        self.check(array.shape(), fields.flags & NPY_ARRAY_WRITEABLE != 0)?;
+        let len = array.len();
+        Ok((self.place(fields.data.cast(), len)?, len))
+    }
+
+    fn in_buffer(&self, buffer: &PyUntypedBuffer) -> PyResult<(NonNull<f32>, usize)> {
+        // 'f' is a native float, and '<f' is one as well where that is the native order.
+        let native = if cfg!(target_endian = "little") { "<f" } else { ">f" };
+        let format = buffer.format().to_string_lossy();
+        if !["f", "@f", "=f", native].contains(&format.as_ref()) {
+            return Err(self.wrong_dtype(&format!("'{format}' (a struct format)")));
+        }
+        if !buffer.is_c_contiguous() {
+            return Err(self.not_contiguous(buffer.strides()));
+        }
+        self.check(buffer.shape(), !buffer.readonly())?;
+        let len = buffer.item_count();
+        Ok((self.place(buffer.buf_ptr().cast(), len)?, len))
+    }
+
     #[inline]
     fn check(&self, shape: &[usize], writable: bool) -> PyResult<()> {
         let (heads, dim, width) = (self.heads, self.dim, self.heads * self.dim);
@@ -212,12 +232,12 @@ impl Wanted {
     }
 
     #[inline]
-    fn aligned(&self, data: *mut f32) -> PyResult<NonNull<f32>> {
+    fn place(&self, data: *mut f32, len: usize) -> PyResult<NonNull<f32>> {
         match NonNull::new(data) {
             Some(data) if data.is_aligned() => Ok(data),
-            // No elements, so no place either.
-            None => Ok(NonNull::dangling()),
-            Some(_) => Err(self.misaligned()),
+            // No elements need no place.
+            None if len == 0 => Ok(NonNull::dangling()),
+            _ => Err(self.misaligned()),
         }
     }
 

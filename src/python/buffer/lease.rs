@@ -128,49 +128,52 @@ impl Lease {
 
     fn take(&self, _py: Python<'_>) -> PyResult<Option<Py<SpanMemory>>> {
         let mut lease = self.0.lock();
-        lease.as_ref().map(|memory| memory.get().0.get()).transpose()?;
+        let kept = match lease.as_ref().map(|memory| memory.get().0.get()).transpose()? {
+            Some(Owner::Reserved(_)) => "reserved",
+            Some(Owner::Pinned(_)) | None => "pinned",
+        };
         // Whoever leads to the memory refers to this object, and new references come from here or
         // from old ones: if there is only one, nobody else can make another.
         let views = lease.as_ref().map_or(0, |memory| {
             // SAFETY: the object is alive, and this thread is attached.
             unsafe { ffi::Py_REFCNT(memory.as_ptr()) - 1 }
         });
-        if views > 0 {
-            drop(lease);
-            return Err(ViewsAliveError::new_err((
-                format!(
-                    "{views} view(s) over the span are alive: first delete the arrays, \
-                     memoryviews and tensors made from it"
-                ),
-                views,
-            )));
+        if views == 0 {
+            return Ok(lease.take());
         }
-        Ok(lease.take())
+        drop(lease);
+        Err(ViewsAliveError::new_err((
+            format!(
+                "{views} view(s) over the rows are alive, so that they are still {kept}: first \
+                 delete the arrays, memoryviews and tensors over them, then try again"
+            ),
+            views,
+        )))
     }
 }
 
 impl SpanMemory {
     /// Where one side is, as long as this lives, and how it lies there.
     pub(super) fn locate(&self, side: Side) -> PyResult<(NonNull<f32>, Layout)> {
-        let owner = self.0.get()?;
-        let reserved;
-        let (span, [keys, values], readonly) = match owner {
+        // Of reserved rows, which others may be writing, no slice is made.
+        let (axes, [keys, values], readonly) = match self.0.get()? {
             Owner::Pinned(pinned) => {
-                let span = pinned.span();
-                (span, [span.keys, span.values].map(|plane| NonNull::from(plane).cast()), true)
+                let planes = [pinned.keys(), pinned.values()];
+                let axes = [pinned.len(), pinned.num_heads(), pinned.head_dim()];
+                (axes, planes.map(|plane| NonNull::from(plane).cast()), true)
             }
             Owner::Reserved(lock) => {
-                reserved = lock.lock();
+                let reserved = lock.lock();
                 let reserved = reserved.as_ref().ok_or_else(over)?;
-                (reserved.span(), reserved.pointers(), false)
+                let axes = [reserved.len(), reserved.num_heads(), reserved.head_dim()];
+                (axes, reserved.pointers(), false)
             }
         };
         let data = match side {
             Side::Keys => keys,
             Side::Values => values,
         };
-        let axes = [span.len(), span.num_heads(), span.head_dim()].map(isize::try_from);
-        let [tokens, heads, dim] = axes;
+        let [tokens, heads, dim] = axes.map(isize::try_from);
         let axes = [tokens?, heads?, dim?];
         Ok((data, Layout { side, readonly, axes, one_token: false }))
     }

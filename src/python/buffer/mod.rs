@@ -13,6 +13,6 @@ mod lease;
 mod view;
 
 pub(super) use array::new_array;
-pub(super) use foreign::{Foreign, Room, Tokens, Wanted};
+pub(super) use foreign::{Foreign, Opened, Room, Tokens, Wanted};
 pub(super) use lease::{Lease, Side};
 pub(super) use view::PyTensorView;
