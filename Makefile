@@ -16,13 +16,15 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 help: ## List the commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
+# Of another name than the variable on the command line, so that make expands nothing in it.
+demo: export QUESTION = $(value PROMPT)
 demo: build model ## Run a language model on the cache. PROMPT="..." asks it something else.
-	@$(BIN)/python examples/smollm2.py $(if $(PROMPT),"$(PROMPT)")
+	@$(BIN)/python examples/smollm2.py $${QUESTION:+"$$QUESTION"}
 
 test: test-rust test-python ## Run all tests.
 
 test-rust:
-	@echo "== Rust tests"
+	@echo "== Rust tests (the first build takes some minutes)"
 	cargo test --quiet --features serde
 
 test-python: build model
@@ -36,14 +38,15 @@ test-peers: peers ## Run the tests of zero-copy exchange with PyTorch and JAX (d
 peers:
 	@echo "== Installing PyTorch, JAX and transformers in $(PEERS)"
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	@$(PEERS)/bin/pip install --quiet --upgrade pip maturin torch jax ml_dtypes transformers
-	@VIRTUAL_ENV=$(CURDIR)/$(PEERS) PYO3_PYTHON=$(CURDIR)/$(PEERS)/bin/python $(PEERS)/bin/maturin develop --quiet --release --extras dev
+	@$(PEERS)/bin/pip install --quiet --upgrade "pip>=25.1" maturin torch jax ml_dtypes transformers
+	@$(PEERS)/bin/pip install --quiet --group dev
+	@VIRTUAL_ENV=$(CURDIR)/$(PEERS) PYO3_PYTHON=$(CURDIR)/$(PEERS)/bin/python $(PEERS)/bin/maturin develop --quiet --release
 
 lint: build ## Check formatting, lints, types, and the stubs against the module.
 	cargo fmt --check
 	cargo clippy --quiet --all-targets --features serde -- -D warnings
 	cargo clippy --quiet --all-targets --features python -- -D warnings
-	cargo clippy --quiet --manifest-path benches/peer/Cargo.toml -- -D warnings
+	cargo clippy --quiet --locked --manifest-path benches/peer/Cargo.toml -- -D warnings
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
@@ -55,8 +58,8 @@ format: build ## Format all sources.
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: ## Build the Rust documentation, with warnings as errors.
-	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps
+docs: ## Build the Rust documentation (target/doc/kvspan), with warnings as errors.
+	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --features serde
 
 bench: build ## Measure beside NumPy and the original crate; print the table and write docs/benchmarks.md.
 	$(BIN)/python benches/table.py
@@ -75,14 +78,14 @@ sanitize-short:
 	tests/sanitize/run.sh --short
 
 build: $(VENV)/installed
-	@echo "== Building kvspan"
-	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --quiet --release
+	@echo "== Building kvspan (some minutes the first time)"
+	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --quiet --release >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
 
 $(VENV)/installed: pyproject.toml
 	@echo "== Making $(VENV) and installing the development tools"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --upgrade pip maturin
-	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --quiet --release --extras dev,demo
+	@$(BIN)/pip install --quiet --upgrade "pip>=25.1" maturin
+	@$(BIN)/pip install --quiet --group dev --group demo
 	@touch $@
 
 model: $(VENV)/installed

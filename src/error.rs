@@ -148,7 +148,7 @@ pub enum KvError {
 
     /// Rows past the length are reserved, and only their reservation can publish or give them up.
     #[error(
-        "tokens {}..{} are reserved: commit or drop the reservation first",
+        "tokens {}..{} are reserved: commit or discard the reservation first",
         .range.start, .range.end
     )]
     Reserved {

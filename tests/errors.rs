@@ -185,7 +185,7 @@ fn pinned() {
 fn reserved() {
     let cache = holding(&[1]);
     let _reserved = cache.reserve(2);
-    let text = "tokens 1..3 are reserved: commit or drop the reservation first";
+    let text = "tokens 1..3 are reserved: commit or discard the reservation first";
     let error = KvError::Reserved { range: 1..3 };
     refuses(&cache, |cache| cache.append(&keys(&[2]), &values(&[2])), &error, text);
     refuses(&cache, |cache| cache.reserve(1), &error, text);

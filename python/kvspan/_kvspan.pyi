@@ -91,6 +91,15 @@ class LayerKvCache:
     def config(self) -> KVCacheConfig:
         """The configuration the cache was made with."""
     @property
+    def num_heads(self) -> int:
+        """Number of KV heads."""
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+    @property
+    def dtype(self) -> str:
+        """Name of the element type."""
+    @property
     def capacity(self) -> int:
         """Number of tokens that fit."""
     @property

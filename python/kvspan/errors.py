@@ -54,7 +54,10 @@ class InvalidInputError(KvCacheError, ValueError):
 
 
 class OutOfRangeError(KvCacheError, IndexError):
-    """Tokens ``start..end`` are not stored: there are ``len`` of them, or the range is no range."""
+    """Tokens ``start..end`` are not stored: there are ``len`` of them, or the range is no range.
+
+    Also for a number that is no position, such as a negative one; all fields are ``None`` then.
+    """
 
     _fields = ("start", "end", "len")
     start: int | None
@@ -83,7 +86,10 @@ class OutOfMemoryError(KvCacheError, MemoryError):
 
 
 class PinnedError(KvCacheError, BufferError):
-    """Tokens ``start..end`` can not change, because ``pins`` views of them are alive."""
+    """Tokens ``start..end`` can not change, because ``pins`` views of them are alive.
+
+    An array, memoryview or tensor that was made from a view keeps it alive.
+    """
 
     _fields = ("start", "end", "pins")
     start: int

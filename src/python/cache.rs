@@ -23,12 +23,15 @@ use crate::memory::RowWrite;
 /// Safe to use from many threads. Tokens ``0..len`` are published: appending past them never waits
 /// for a reader or a view and never disturbs one; changing them (overwriting, ``truncate``,
 /// ``reset``) raises PinnedError while a view of an overlapping range is alive, or waits for it up
-/// to ``timeout`` seconds if one is given. No wait holds the interpreter, and Ctrl-C ends every
+/// to ``timeout`` seconds if one is given (``float("inf")`` waits without limit, ``None`` not at
+/// all). No wait holds the interpreter, and Ctrl-C ends every
 /// wait. After any exception the cache is as it was.
 ///
 /// Keys and values are C-contiguous float32: NumPy arrays, any other buffer, or DLPack exporters
 /// such as PyTorch tensors. One token is [num_heads, head_dim] or flat; many are
 /// [tokens, num_heads, head_dim] or [tokens, num_heads * head_dim].
+///
+/// An empty cache is false, as an empty list is: ask ``cache is None`` for a missing one.
 ///
 /// ``copy.copy`` gives a cache that shares the tokens, ``copy.deepcopy`` one with a copy of them.
 /// A cache can not be used in a child that was forked after it was made.
@@ -75,28 +78,9 @@ impl PyLayerKvCache {
         Ok(self.nbytes_of(end.saturating_sub(self.cache.get()?.len())))
     }
 
-    #[inline]
-    fn keys_and_values<'a, 'py>(
-        &self,
-        keys: &'a Bound<'py, PyAny>,
-        values: &'a Bound<'py, PyAny>,
-        tokens: Tokens,
-    ) -> PyResult<(Foreign<'a, 'py>, Foreign<'a, 'py>)> {
-        let (keys, values) = self.open(keys, values, tokens)?;
-        Ok((keys.look()?, values.look()?))
-    }
-
-    #[inline]
-    fn open<'a, 'py>(
-        &self,
-        keys: &'a Bound<'py, PyAny>,
-        values: &'a Bound<'py, PyAny>,
-        tokens: Tokens,
-    ) -> PyResult<(Opened<'a, 'py>, Opened<'a, 'py>)> {
+    fn wanted(&self, tokens: Tokens) -> [Wanted; 2] {
         let (heads, dim) = self.dims();
-        let keys = Opened::new(keys, Wanted { name: "keys", tokens, heads, dim })?;
-        let values = Opened::new(values, Wanted { name: "values", tokens, heads, dim })?;
-        Ok((keys, values))
+        ["keys", "values"].map(|name| Wanted { name, tokens, heads, dim })
     }
 
     fn pin(&self, py: Python<'_>, start: usize, end: Option<usize>) -> PyResult<PinnedSpan> {
@@ -119,20 +103,10 @@ impl PyLayerKvCache {
         // nobody from changing it.
         self.cache.get()?.check_stored(range.start, range.end)?;
         let (keys, values) = (new_array(py, axes)?, new_array(py, axes)?);
-        let (keys_room, values_room) = self.rooms(["keys", "values"], &keys, &values)?;
+        let names = ["keys", "values"];
+        let (keys_room, values_room) = Room::pair([&keys, &values], names, self.dims())?;
         self.copy_out(py, range, &keys_room, &values_room)?;
         PyTuple::new(py, [&keys, &values])
-    }
-
-    fn rooms<'a, 'py>(
-        &self,
-        names: [&'static str; 2],
-        keys: &'a Bound<'py, PyAny>,
-        values: &'a Bound<'py, PyAny>,
-    ) -> PyResult<(Room<'a, 'py>, Room<'a, 'py>)> {
-        let keys = Room::open(keys, names[0], self.dims())?;
-        let values = Room::open(values, names[1], self.dims())?;
-        Ok((Room::look(keys)?, Room::look(values)?))
     }
 
     fn copy_out(
@@ -167,9 +141,10 @@ impl PyLayerKvCache {
         // What may run Python code is all done before the first look at an array.
         let mut opened = Vec::new();
         for (index, (token, keys, values)) in fields.iter().enumerate() {
-            let pair = self.open(keys, values, Tokens::One);
-            let pair = pair.map_err(|error| in_entry(py, index, error))?;
-            push(py, &mut opened, (token.0, pair))?;
+            let [keys_wanted, values_wanted] = self.wanted(Tokens::One);
+            let pair = Opened::new(keys, keys_wanted)
+                .and_then(|keys| Ok((keys, Opened::new(values, values_wanted)?)));
+            push(py, &mut opened, (token.0, pair.map_err(|error| in_entry(py, index, error))?))?;
         }
         let rows = opened
             .into_iter()
@@ -201,9 +176,9 @@ impl PyLayerKvCache {
         values: &Bound<'_, PyAny>,
         timeout: Option<Seconds>,
     ) -> PyResult<()> {
-        let (keys, values) = self.open(keys, values, Tokens::Many)?;
+        // First, since it may run Python code, which may take the memory of an array away.
         let tokens = token_indices(token_idxs)?;
-        let (keys, values) = (keys.look()?, values.look()?);
+        let (keys, values) = Foreign::pair([keys, values], self.wanted(Tokens::Many))?;
         let width = self.config.config.token_width();
         let given = (tokens.len(), keys.len() / width, values.len() / width);
         if given.0 != given.1 || given.0 != given.2 {
@@ -286,10 +261,10 @@ impl PyLayerKvCache {
         values: &Bound<'_, PyAny>,
         timeout: Option<Seconds>,
     ) -> PyResult<()> {
-        let (keys, values) = self.keys_and_values(keys, values, Tokens::One)?;
+        let (keys, values) = Foreign::pair([keys, values], self.wanted(Tokens::One))?;
         let cache = self.cache.get()?;
-        let nbytes = self.nbytes_up_to(token_idx.0.saturating_add(1))?.max(2 * keys.nbytes());
-        let timeout = timeout.map(|timeout| timeout.0);
+        let gap = self.nbytes_of(token_idx.0.saturating_sub(cache.len()));
+        let (nbytes, timeout) = (gap.max(2 * keys.nbytes()), timeout.map(|timeout| timeout.0));
         let (keys, values) = (keys.source(), values.source());
         patience::run(py, nbytes, timeout, |patience| {
             cache.write_row(token_idx.0, keys, values, patience)
@@ -334,7 +309,7 @@ impl PyLayerKvCache {
         keys: &Bound<'py, PyAny>,
         values: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyRange>> {
-        let (keys, values) = self.keys_and_values(keys, values, Tokens::Any)?;
+        let (keys, values) = Foreign::pair([keys, values], self.wanted(Tokens::Any))?;
         let cache = self.cache.get()?;
         let nbytes = keys.nbytes() + values.nbytes();
         let (keys, values) = (keys.source(), values.source());
@@ -442,7 +417,8 @@ impl PyLayerKvCache {
         keys_out: &Bound<'_, PyAny>,
         values_out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let (keys, values) = self.rooms(["keys_out", "values_out"], keys_out, values_out)?;
+        let names = ["keys_out", "values_out"];
+        let (keys, values) = Room::pair([keys_out, values_out], names, self.dims())?;
         self.copy_out(py, start_token.0..end_token.0, &keys, &values)
     }
 
@@ -494,6 +470,24 @@ impl PyLayerKvCache {
     #[getter]
     fn capacity(&self) -> usize {
         self.config.config.max_tokens_per_seq
+    }
+
+    /// Number of KV heads.
+    #[getter]
+    fn num_heads(&self) -> usize {
+        self.config.config.num_heads
+    }
+
+    /// Elements of one head.
+    #[getter]
+    fn head_dim(&self) -> usize {
+        self.config.config.hidden_dim_per_head
+    }
+
+    /// Name of the element type, as NumPy spells it.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.config.dtype()
     }
 
     /// Bytes of the buffer, keys and values together; 0 before it is allocated.

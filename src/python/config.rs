@@ -91,7 +91,7 @@ impl PyKVCacheConfig {
 
     /// Name of the element type, as NumPy spells it.
     #[getter]
-    fn dtype(&self) -> &'static str {
+    pub(super) fn dtype(&self) -> &'static str {
         self.dtype.name()
     }
 

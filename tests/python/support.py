@@ -96,6 +96,8 @@ def said(error):
 def run_python(code, timeout=SOON):
     """The output of a script that must end well in time, in a process of its own."""
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    # Who starts a command in the background may have it ignore Ctrl-C.
+    code = f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{code}"
     run = subprocess.run(
         [sys.executable, "-W", "error", "-X", "faulthandler", "-c", code],
         capture_output=True,

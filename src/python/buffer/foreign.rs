@@ -78,8 +78,6 @@ impl<'a, 'py> Opened<'a, 'py> {
         Ok(Self { owner, wanted })
     }
 
-    // Inlined, since moving the results of two calls was a tenth of a write's time.
-    #[inline]
     pub(in crate::python) fn look(self) -> PyResult<Foreign<'a, 'py>> {
         let Self { owner, wanted } = self;
         let (data, len) = match &owner {
@@ -120,7 +118,36 @@ impl<'py> Owner<'_, 'py> {
     }
 }
 
-impl Foreign<'_, '_> {
+impl<'a, 'py> Foreign<'a, 'py> {
+    /// Takes two objects at once. Two arrays, the usual case, are looked at without further ado.
+    #[inline]
+    pub(in crate::python) fn pair(
+        objects: [&'a Bound<'py, PyAny>; 2],
+        wanted: [Wanted; 2],
+    ) -> PyResult<(Self, Self)> {
+        let [first, second] = objects;
+        if let (Ok(first), Ok(second)) = (first.cast(), second.cast()) {
+            return Ok((Self::of_array(first, &wanted[0])?, Self::of_array(second, &wanted[1])?));
+        }
+        Self::other_pair(objects, wanted)
+    }
+
+    #[inline]
+    fn of_array(array: &'a Bound<'py, PyUntypedArray>, wanted: &Wanted) -> PyResult<Self> {
+        let (data, len) = wanted.in_array(array)?;
+        Ok(Self { data, len, _owner: Owner::Caller(array) })
+    }
+
+    #[cold]
+    fn other_pair(
+        [first, second]: [&'a Bound<'py, PyAny>; 2],
+        wanted: [Wanted; 2],
+    ) -> PyResult<(Self, Self)> {
+        let first = Opened::new(first, wanted[0])?;
+        let second = Opened::new(second, wanted[1])?;
+        Ok((first.look()?, second.look()?))
+    }
+
     pub(in crate::python) fn len(&self) -> usize {
         self.len
     }
@@ -149,17 +176,15 @@ impl Foreign<'_, '_> {
 pub(in crate::python) struct Room<'a, 'py>(Foreign<'a, 'py>);
 
 impl<'a, 'py> Room<'a, 'py> {
-    pub(in crate::python) fn open(
-        object: &'a Bound<'py, PyAny>,
-        name: &'static str,
+    /// Takes two objects that offer such memory for writing.
+    pub(in crate::python) fn pair(
+        objects: [&'a Bound<'py, PyAny>; 2],
+        names: [&'static str; 2],
         (heads, dim): (usize, usize),
-    ) -> PyResult<Opened<'a, 'py>> {
-        Opened::new(object, Wanted { name, tokens: Tokens::Room, heads, dim })
-    }
-
-    /// Looks at what [`open`](Self::open) returned.
-    pub(in crate::python) fn look(opened: Opened<'a, 'py>) -> PyResult<Self> {
-        opened.look().map(Self)
+    ) -> PyResult<(Self, Self)> {
+        let wanted = names.map(|name| Wanted { name, tokens: Tokens::Room, heads, dim });
+        let (first, second) = Foreign::pair(objects, wanted)?;
+        Ok((Self(first), Self(second)))
     }
 
     /// The memory as something to copy to.

@@ -158,9 +158,9 @@ impl SpanMemory {
         // Of reserved rows, which others may be writing, no slice is made.
         let (axes, [keys, values], readonly) = match self.0.get()? {
             Owner::Pinned(pinned) => {
-                let planes = [pinned.keys(), pinned.values()];
-                let axes = [pinned.len(), pinned.num_heads(), pinned.head_dim()];
-                (axes, planes.map(|plane| NonNull::from(plane).cast()), true)
+                let span = pinned.span();
+                let axes = [span.len(), span.num_heads(), span.head_dim()];
+                (axes, [span.keys, span.values].map(|plane| NonNull::from(plane).cast()), true)
             }
             Owner::Reserved(lock) => {
                 let reserved = lock.lock();
