@@ -101,7 +101,13 @@ def test_cache_can_not_be_used_in_a_child():
 
 def test_every_method_is_tried_in_a_child():
     methods = {name for name in dir(kvspan.LayerKvCache) if not name.startswith("_")}
-    assert methods - {name.split()[0] for name in USES} == {"capacity", "config"}
+    assert methods - {name.split()[0] for name in USES} == {
+        "capacity",
+        "config",
+        "dtype",
+        "head_dim",
+        "num_heads",
+    }
 
 
 @isolated
