@@ -76,6 +76,11 @@ pub(crate) struct Geometry {
 }
 
 impl Geometry {
+    /// Heads and dimensions of a token.
+    pub(crate) fn token_shape(&self) -> [usize; 2] {
+        [self.num_heads, self.head_dim]
+    }
+
     pub(crate) fn new<T: Element>(config: &KVCacheConfig) -> Result<Self> {
         let KVCacheConfig { max_tokens_per_seq: capacity, num_heads, hidden_dim_per_head } =
             *config;
@@ -116,6 +121,84 @@ impl Geometry {
     }
 }
 
+/// The shape of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BlockShape {
+    /// Tokens of a block.
+    pub(crate) block_size: usize,
+    pub(crate) num_layers: usize,
+    pub(crate) num_kv_heads: usize,
+    pub(crate) head_dim: usize,
+}
+
+impl BlockShape {
+    /// Heads and dimensions of a token.
+    pub(crate) fn token_shape(&self) -> [usize; 2] {
+        [self.num_kv_heads, self.head_dim]
+    }
+}
+
+/// The sizes of many blocks in one buffer: `[block][layer][K or V][slot][head][dim]`.
+///
+/// # Invariants
+///
+/// No dimension is zero, and the whole buffer, the null block included, is at most `isize::MAX`
+/// bytes, so that no product of indices inside these bounds can overflow.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BlockGeometry {
+    /// Blocks of the buffer: those that can be used, and the null block.
+    pub(crate) num_places: usize,
+    pub(crate) shape: BlockShape,
+    /// Elements of one token in one plane.
+    pub(crate) width: usize,
+    /// Elements of the keys, or of the values, of one layer of a block.
+    pub(crate) plane_elements: usize,
+    pub(crate) block_elements: usize,
+    pub(crate) num_elements: usize,
+    pub(crate) block_bytes: usize,
+}
+
+impl BlockGeometry {
+    pub(crate) fn new<T: Element>(num_blocks: usize, shape: BlockShape) -> Result<Self> {
+        let BlockShape { block_size, num_layers, num_kv_heads, head_dim } = shape;
+        for (field, value) in [
+            ("num_blocks", num_blocks),
+            ("block_size", block_size),
+            ("num_layers", num_layers),
+            ("num_kv_heads", num_kv_heads),
+            ("head_dim", head_dim),
+        ] {
+            if value == 0 {
+                return Err(KvError::InvalidConfig { field });
+            }
+        }
+        let itemsize = T::DTYPE.itemsize();
+        let sizes = || {
+            let num_places = num_blocks.checked_add(1)?;
+            let width = num_kv_heads.checked_mul(head_dim)?;
+            let plane_elements = width.checked_mul(block_size)?;
+            let block_elements = plane_elements.checked_mul(2)?.checked_mul(num_layers)?;
+            let num_elements = block_elements.checked_mul(num_places)?;
+            isize::try_from(num_elements.checked_mul(itemsize)?).ok()?;
+            Some(Self {
+                num_places,
+                shape,
+                width,
+                plane_elements,
+                block_elements,
+                num_elements,
+                block_bytes: block_elements * itemsize,
+            })
+        };
+        sizes().ok_or(KvError::SizeOverflow {
+            capacity: num_blocks.saturating_mul(block_size).saturating_mul(num_layers),
+            num_heads: num_kv_heads,
+            head_dim,
+            itemsize,
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -135,5 +218,33 @@ mod tests {
         assert!(Geometry::new::<f32>(&config).is_ok());
         config.max_tokens_per_seq += 1;
         assert!(matches!(Geometry::new::<f32>(&config), Err(KvError::SizeOverflow { .. })));
+    }
+
+    fn shape(
+        block_size: usize,
+        num_layers: usize,
+        num_kv_heads: usize,
+        head_dim: usize,
+    ) -> BlockShape {
+        BlockShape { block_size, num_layers, num_kv_heads, head_dim }
+    }
+
+    #[test]
+    fn a_block_is_contiguous_and_the_null_block_has_a_place() {
+        let geometry = BlockGeometry::new::<f32>(3, shape(4, 5, 2, 6)).unwrap();
+        assert_eq!((geometry.width, geometry.plane_elements), (12, 48));
+        assert_eq!((geometry.block_elements, geometry.block_bytes), (480, 1920));
+        assert_eq!((geometry.num_places, geometry.num_elements), (4, 1920));
+    }
+
+    #[test]
+    fn blocks_that_no_address_space_can_hold_are_refused() {
+        let blocks = |num_blocks| BlockGeometry::new::<f32>(num_blocks, shape(4, 1, 1, 4));
+        let largest = isize::MAX.unsigned_abs() / 128 - 1;
+        assert!(blocks(largest).is_ok());
+        assert!(matches!(blocks(largest + 1), Err(KvError::SizeOverflow { .. })));
+        assert!(matches!(blocks(usize::MAX), Err(KvError::SizeOverflow { .. })));
+        let zero = BlockGeometry::new::<f32>(1, shape(1, 0, 1, 1));
+        assert!(matches!(zero, Err(KvError::InvalidConfig { field: "num_layers" })));
     }
 }

@@ -260,6 +260,72 @@ pub enum KvError {
         in_use: usize,
     },
 
+    /// A model does not have that many layers.
+    #[error("there is no layer {layer}: there are {num_layers}")]
+    LayerOutOfRange {
+        /// The layer asked for.
+        layer: usize,
+        /// Layers that there are.
+        num_layers: usize,
+    },
+
+    /// The caches of a model's layers do not have the same shape.
+    #[error("layer {layer} does not have the shape of layer 0")]
+    LayersDiffer {
+        /// The first layer that differs.
+        layer: usize,
+    },
+
+    /// A call for many sequences was given lists of different lengths.
+    #[error("got {given} {what}, but there are {wanted} sequences")]
+    CountMismatch {
+        /// What there is a wrong number of.
+        what: &'static str,
+        /// How many were given.
+        given: usize,
+        /// How many there must be.
+        wanted: usize,
+    },
+
+    /// The sequence of a handle was freed, so that the handle is of no use any more.
+    #[error("the handle {cache_id} is stale: its sequence was freed")]
+    StaleHandle {
+        /// What the handle was called.
+        cache_id: String,
+    },
+
+    /// A handle belongs to another cache.
+    #[error("the handle {cache_id} belongs to another cache")]
+    ForeignHandle {
+        /// What the handle is called.
+        cache_id: String,
+    },
+
+    /// A request that is still alive has this name.
+    #[error("there is a live request {request_id:?} already")]
+    RequestExists {
+        /// The name.
+        request_id: String,
+    },
+
+    /// No live request has this name; to free a request twice ends here.
+    #[error("there is no live request {request_id:?}")]
+    UnknownRequest {
+        /// The name.
+        request_id: String,
+    },
+
+    /// A token that is to be committed is another one than the sequence began with.
+    #[error("token {token} is not the one that the sequence was allocated with")]
+    TokenMismatch {
+        /// Position of the token.
+        token: usize,
+    },
+
+    /// The cache keeps count of blocks only, and has no memory for their content.
+    #[error("the cache has no storage: it keeps count of blocks alone")]
+    NoStorage,
+
     /// The bookkeeping contradicts itself, which is a bug in this crate.
     #[error(
         "the bookkeeping is corrupted: {what} should be {recorded}, but {counted} were counted"

@@ -1,7 +1,8 @@
-//! The numbers that name blocks and slots, and the only casts between them.
+//! The numbers that name blocks, slots and handles, and the only casts between them.
 
 use std::fmt;
 use std::num::NonZeroU32;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 const _: () = assert!(size_of::<usize>() >= size_of::<u32>(), "block ids index arrays");
 const _: () = assert!(size_of::<usize>() <= size_of::<u64>(), "bytes are counted in a u64");
@@ -103,4 +104,17 @@ impl From<BlockId> for u32 {
 #[expect(clippy::as_conversions, reason = "asserted above to lose nothing; `From` does not exist")]
 pub(crate) const fn lengthen(number: usize) -> u64 {
     number as u64
+}
+
+/// The share that a part has of a whole; 0 of nothing.
+#[expect(clippy::as_conversions, reason = "there is no other way from a usize to a float")]
+#[expect(clippy::cast_precision_loss, reason = "a share is for people to look at")]
+pub(crate) fn share(part: usize, whole: usize) -> f32 {
+    if whole == 0 { 0.0 } else { part as f32 / whole as f32 }
+}
+
+/// A number that nobody else in this process gets, from 1 up.
+pub(crate) fn serial_number() -> u64 {
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    LAST.fetch_add(1, Ordering::Relaxed) + 1
 }

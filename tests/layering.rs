@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The top-level modules and their layers. A module imports from lower layers only.
-const LAYERS: [(&str, u8); 10] = [
+const LAYERS: [(&str, u8); 13] = [
     ("error", 0),
     ("ids", 0),
     ("dtype", 0),
@@ -15,6 +15,9 @@ const LAYERS: [(&str, u8); 10] = [
     ("block", 2),
     ("layer", 3),
     ("prefix", 3),
+    ("store", 4),
+    ("handle", 5),
+    ("manager", 6),
     ("python", 7),
 ];
 

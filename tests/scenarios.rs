@@ -3,36 +3,37 @@
 
 mod common {
     pub(crate) mod data;
-    pub(crate) mod sequence;
 }
 
 use std::collections::HashMap;
 
 use common::data::test_data;
-use common::sequence::{Sequence, is_out_of_blocks};
-use kvspan::{BlockId, Duplicates, PrefixCache};
+use kvspan::{
+    BlockId, BlockPicture, Duplicates, KvCacheHandle, KvCacheManager, KvCacheManagerConfig,
+    KvError, PagedKvCacheHandle, RequestOptions, Storage,
+};
 use serde_json::Value;
 
 struct Scenario {
-    cache: PrefixCache,
-    sequences: HashMap<String, Sequence>,
-    block_size: usize,
-    caching: bool,
+    manager: KvCacheManager,
+    handles: HashMap<String, PagedKvCacheHandle>,
 }
 
 impl Scenario {
     fn new(scenario: &Value) -> Self {
         let duplicates =
             if scenario["merge"] == false { Duplicates::Keep } else { Duplicates::Merge };
-        // The null block is one of theirs, and comes on top of ours.
-        let cache = PrefixCache::new(number(&scenario["num_blocks"]) - 1, duplicates)
-            .expect("a small pool");
-        Self {
-            cache,
-            sequences: HashMap::new(),
+        let config = KvCacheManagerConfig {
+            // The null block is one of theirs, and comes on top of ours.
+            num_blocks: number(&scenario["num_blocks"]) - 1,
             block_size: number(&scenario["block_size"]),
-            caching: scenario["caching"] == true,
-        }
+            storage: Storage::Elsewhere,
+            prefix_caching: scenario["caching"] == true,
+            duplicates,
+            ..KvCacheManagerConfig::default()
+        };
+        let manager = KvCacheManager::new(config).expect("a small pool");
+        Self { manager, handles: HashMap::new() }
     }
 
     fn step(&mut self, op: &Value) {
@@ -41,77 +42,75 @@ impl Scenario {
             "start" => self.start(request, op),
             "append" => self.append(request, op),
             "free" => {
-                let sequence = self.sequences.remove(request).expect("it was started");
-                sequence.free(&mut self.cache).expect("it holds its blocks");
+                let handle = self.handles.remove(request).expect("it was started");
+                self.manager.free(&handle).expect("it is alive");
             }
             "check" => self.check(op),
             other => panic!("unknown operation {other}"),
         }
-        self.cache.check_integrity().expect("nothing is lost");
-        let held =
-            self.sequences.values().flat_map(|sequence| sequence.table.physical_blocks.clone());
-        self.cache.pool().check_holders(held).expect("each block has its holders");
+        self.manager.check_integrity().expect("nothing is lost");
     }
 
     fn start(&mut self, request: &str, op: &Value) {
-        let lookahead = op.get("lookahead").map_or(0, number);
-        let (block_size, caching) = (self.block_size, self.caching);
-        let started = Sequence::start(
-            &mut self.cache,
-            block_size,
-            &tokens(&op["tokens"]),
-            lookahead,
-            caching,
-        );
+        let options = RequestOptions {
+            lookahead: op.get("lookahead").map_or(0, number),
+            request_id: Some(request),
+            ..RequestOptions::default()
+        };
+        let tokens = tokens(&op["tokens"]);
+        let allocated = self.manager.allocate(&tokens, &options);
         if op["fails"] == true {
-            assert!(is_out_of_blocks(&started));
+            assert!(matches!(allocated, Err(KvError::OutOfBlocks { .. })));
             return;
         }
-        let (sequence, num_hits) = started.expect("there is room");
-        let (hits, new) = sequence.table.logical_to_physical.split_at(num_hits);
+        let mut handle = allocated.expect("there is room");
+        let num_cached = handle.num_cached_tokens();
+        self.manager.commit(&mut handle, &tokens[num_cached..]).expect("the tokens are its own");
+        let table = handle.block_table();
+        let (hits, new) = table.logical_to_physical.split_at(num_cached / table.block_size);
         check_list(op, "hit", hits);
-        check_number(op, "hit_tokens", num_hits * block_size);
+        check_number(op, "hit_tokens", num_cached);
         check_list(op, "new", new);
         check_number(op, "new_count", new.len());
         self.check_hashed(op);
-        self.sequences.insert(request.to_owned(), sequence);
+        self.handles.insert(request.to_owned(), handle);
     }
 
     fn append(&mut self, request: &str, op: &Value) {
-        let sequence = self.sequences.get_mut(request).expect("it was started");
-        let new = sequence.append(&mut self.cache, &tokens(&op["tokens"])).expect("there is room");
-        check_number(op, "new_count", new.len());
-        let last = *sequence.table.logical_to_physical.last().expect("it has blocks");
+        let handle = self.handles.get_mut(request).expect("it was started");
+        let (tokens, before) = (tokens(&op["tokens"]), handle.block_table().num_blocks());
+        self.manager.extend(handle, tokens.len()).expect("there is room");
+        check_number(op, "new_count", handle.block_table().num_blocks() - before);
+        self.manager.commit(handle, &tokens).expect("there is room for them");
+        let last = *handle.block_table().logical_to_physical.last().expect("it has blocks");
         if let Some(hashed) = op.get("last_block_hashed") {
-            assert_eq!(self.is_hashed(last), *hashed);
+            assert_eq!(self.picture(last).key.is_some(), *hashed);
         }
         self.check_hashed(op);
     }
 
     fn check(&self, op: &Value) {
-        let pool = self.cache.pool();
-        check_number(op, "free", pool.num_free() + pool.num_cached());
-        check_list(op, "queue", &pool.free_queue().map(BlockId::get).collect::<Vec<_>>());
+        let (stats, queue) = (self.manager.stats(), self.manager.inspect().free_queue);
+        check_number(op, "free", stats.num_free + stats.num_cached);
+        check_list(op, "queue", &queue.into_iter().map(BlockId::get).collect::<Vec<_>>());
         for (block, count) in op["ref"].as_object().into_iter().flatten() {
-            let block = id(block.parse().expect("a block id"));
-            assert_eq!(pool.reference_count(block), Ok(number(count)), "of block {block}");
+            let picture = self.picture(block.parse().expect("a block id"));
+            assert_eq!(picture.reference_count, number(count), "of block {block}");
         }
     }
 
     fn check_hashed(&self, op: &Value) {
         for (field, hashed) in [("hashed", true), ("unhashed", false)] {
             for block in op[field].as_array().into_iter().flatten() {
-                assert_eq!(
-                    self.is_hashed(number(block).try_into().expect("a block id")),
-                    hashed,
-                    "block {block}"
-                );
+                let picture = self.picture(number(block).try_into().expect("a block id"));
+                assert_eq!(picture.key.is_some(), hashed, "block {block}");
             }
         }
     }
 
-    fn is_hashed(&self, block: u32) -> bool {
-        self.cache.key(id(block)).expect("it is in the pool").is_some()
+    fn picture(&self, block: u32) -> BlockPicture {
+        let blocks = self.manager.inspect().blocks;
+        *blocks.iter().find(|picture| picture.block.get() == block).expect("it is in the pool")
     }
 }
 
@@ -126,10 +125,6 @@ fn tokens(runs: &Value) -> Vec<u32> {
         }
     };
     runs.as_array().expect("a list").iter().flat_map(run).collect()
-}
-
-fn id(block: u32) -> BlockId {
-    BlockId::new(block).expect("not the null block")
 }
 
 fn number(value: &Value) -> usize {

@@ -10,6 +10,7 @@ mod table;
 
 pub use pool::{BlockPool, BlockState};
 pub use table::BlockTable;
+pub(crate) use table::pieces;
 
 use crate::error::{KvError, Result};
 

@@ -209,12 +209,10 @@ impl BlockTable {
         }
         self.check_room(start, num_tokens)?;
         let mut slots = Vec::with_capacity(num_tokens);
-        let mut position = start;
-        while position < end {
-            let rest_of_block = self.block_size - position % self.block_size;
-            let last = position + (rest_of_block - 1).min(end - 1 - position);
-            slots.extend(self.slot_in_room(position)?..=self.slot_in_room(last)?);
-            position = last + 1;
+        for (index, piece) in pieces(range, self.block_size) {
+            let first = index * self.block_size;
+            let last = self.slot_in_room(first + piece.end - 1)?;
+            slots.extend(self.slot_in_room(first + piece.start)?..=last);
         }
         Ok(slots)
     }
@@ -264,6 +262,23 @@ impl BlockTable {
             .slot(self.block_size, position % self.block_size)
             .ok_or(KvError::SlotOverflow { token: position })
     }
+}
+
+/// The blocks that a range of tokens lies in, by index, and which slots of each.
+///
+/// `block_size` is at least 1.
+pub(crate) fn pieces(
+    range: Range<usize>,
+    block_size: usize,
+) -> impl Iterator<Item = (usize, Range<usize>)> + Clone {
+    let first =
+        if range.is_empty() { range.end.div_ceil(block_size) } else { range.start / block_size };
+    let blocks = first..range.end.div_ceil(block_size);
+    blocks.map(move |index| {
+        let first = index * block_size;
+        let end = (range.end - first).min(block_size);
+        (index, range.start.saturating_sub(first)..end)
+    })
 }
 
 /// A block that `present` and `new` together have twice, if `present` alone has none.

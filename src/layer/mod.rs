@@ -373,7 +373,7 @@ impl<T: Element> LayerKvCache<T> {
     {
         let rows = self.rows()?;
         rows.visit(start_token, Some(end_token), |keys, values| {
-            f(KVSpan::new(rows.geometry(), start_token, end_token, keys, values))
+            f(KVSpan::new(rows.geometry().token_shape(), start_token..end_token, keys, values))
         })
     }
 
@@ -515,6 +515,11 @@ impl<T: Element> LayerKvCache<T> {
 /// The same, with what the callers in this crate settle for themselves: where the elements are, and
 /// how long to wait.
 impl<T: Element> LayerKvCache<T> {
+    /// The geometry that was fixed when the cache was made.
+    pub(crate) fn geometry(&self) -> Result<&Geometry> {
+        self.rows().map(|rows| rows.geometry())
+    }
+
     fn rows(&self) -> Result<&Arc<Rows<T>>> {
         self.rows.as_ref().map_err(Clone::clone)
     }

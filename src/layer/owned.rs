@@ -46,8 +46,7 @@ impl<T: Element> PinnedSpan<T> {
     /// Borrows the pinned tokens.
     pub fn span(&self) -> KVSpan<'_, T> {
         let (keys, values) = self.rows.slices();
-        let Range { start, end } = *self.rows.range();
-        KVSpan::new(self.rows.geometry(), start, end, keys, values)
+        KVSpan::new(self.rows.geometry().token_shape(), self.range(), keys, values)
     }
 
     /// Returns the keys, `[len, num_heads, head_dim]`.
@@ -119,8 +118,7 @@ impl<T: Element> ReservedSpan<T> {
     /// Borrows the rows for reading.
     pub fn span(&self) -> KVSpan<'_, T> {
         let (keys, values) = self.rows.slices();
-        let Range { start, end } = *self.rows.range();
-        KVSpan::new(self.rows.geometry(), start, end, keys, values)
+        KVSpan::new(self.rows.geometry().token_shape(), self.range(), keys, values)
     }
 
     /// Where the keys and the values are, for whoever shares this object to read and write.

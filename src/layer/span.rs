@@ -1,6 +1,6 @@
 //! What a reader sees: borrowed spans, and owned copies.
 
-use crate::config::Geometry;
+use std::ops::Range;
 
 /// Keys and values of a range of tokens, borrowed where they lie.
 ///
@@ -42,14 +42,14 @@ pub struct KVSpan<'a, T = f32> {
 }
 
 impl<'a, T> KVSpan<'a, T> {
-    pub(super) fn new(
-        geometry: &Geometry,
-        start: usize,
-        end: usize,
+    /// `range` has as many tokens as `keys` and `values` have rows of `[num_heads, head_dim]`.
+    pub(crate) fn new(
+        [num_heads, head_dim]: [usize; 2],
+        range: Range<usize>,
         keys: &'a [T],
         values: &'a [T],
     ) -> Self {
-        let (num_heads, head_dim) = (geometry.num_heads, geometry.head_dim);
+        let Range { start, end } = range;
         Self { keys, values, start, end, num_heads, head_dim }
     }
 

@@ -17,15 +17,20 @@
 //! * The **tail** is held by whoever writes past the published rows. Reading does not touch it.
 //! * A **pin** keeps a range of published rows as it is, without holding any lock.
 //!
+//! [`BlockRows`] is another front door, to the rows of many blocks in one allocation. There each block
+//! has a lock and pins of its own, and nothing else is held while a block's lock is waited for.
+//!
 //! Lock order: gate, then tail, then the leaf lock inside `Pins`. Nobody waits for a pin, and no
 //! caller's code runs, while the tail or the leaf lock is held.
 
+mod block_rows;
 mod buffer;
 mod deadline;
 mod gate;
 mod pins;
 mod rows;
 
+pub(crate) use block_rows::{BlockRows, BlockSlots, PinnedBlockRows};
 pub(crate) use buffer::{Source, Target};
 pub(crate) use deadline::{Deadline, Patience};
 pub(crate) use rows::{PinnedRows, ReservedRows, RowWrite, Rows};

@@ -80,6 +80,15 @@ fn to_python(error: &KvError, message: String) -> PyErr {
         | KvError::SlotOverflow { .. }
         | KvError::AlreadyKeyed { .. }
         | KvError::BlocksInUse { .. }
+        | KvError::LayerOutOfRange { .. }
+        | KvError::LayersDiffer { .. }
+        | KvError::CountMismatch { .. }
+        | KvError::StaleHandle { .. }
+        | KvError::ForeignHandle { .. }
+        | KvError::RequestExists { .. }
+        | KvError::UnknownRequest { .. }
+        | KvError::TokenMismatch { .. }
+        | KvError::NoStorage
         | KvError::Corrupted { .. } => KvCacheError::new_err((message,)),
     }
 }

@@ -1,0 +1,604 @@
+//! A sequence whose tokens lie in blocks that others may share.
+
+use std::any::Any;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use parking_lot::Mutex;
+
+use super::tensor::{Plane, PlaneOf};
+use super::{CacheHandleStats, Device, KvCacheHandle, TensorRef};
+use crate::block::{BlockTable, pieces};
+use crate::dtype::Element;
+use crate::error::{KvError, Result};
+use crate::hash::KeyChain;
+use crate::ids::share;
+use crate::layer::KVSpan;
+use crate::memory::{BlockRows, BlockSlots};
+use crate::store::{BlockCopy, Entered, Lease, Opening, PinnedBlocks, Store};
+
+/// A sequence of a [`KvCacheManager`](crate::KvCacheManager), and its hold on its blocks.
+///
+/// The manager is what reads and writes it. Whoever has `&mut` on it is alone with the sequence; the
+/// blocks themselves may have other owners, and what one writes the others do not see.
+///
+/// Dropping the handle frees the sequence.
+#[derive(Debug)]
+pub struct PagedKvCacheHandle<T: Element = f32> {
+    lease: Lease<T>,
+    /// What callers see. Believed only while `edited` is false.
+    table: BlockTable,
+    /// Whether a caller had the table to change.
+    edited: bool,
+    /// The sequence's length.
+    num_tokens: usize,
+    /// Slots from here on are zero, in the blocks of the sequence.
+    high_water: usize,
+    /// The tokens that are known: those of the prompt, and those that were committed.
+    chain: KeyChain,
+    num_cached_tokens: usize,
+    num_committed_tokens: usize,
+    prefix_caching: bool,
+    last_access: Mutex<Instant>,
+}
+
+impl<T: Element> PagedKvCacheHandle<T> {
+    /// Starts a sequence on the tokens of `chain`, with room for `lookahead` more.
+    pub(crate) fn open(
+        store: &Arc<Store<T>>,
+        chain: KeyChain,
+        lookahead: usize,
+        request_id: Option<&str>,
+        prefix_caching: bool,
+    ) -> Result<Self> {
+        let (block_size, num_tokens) = (store.shape().block_size, chain.tokens().len());
+        let num_slots = num_tokens.saturating_add(lookahead);
+        let opening = Opening {
+            keys: if prefix_caching { chain.reusable_keys() } else { &[] },
+            num_blocks: BlockTable::blocks_needed_for_length(num_slots, block_size),
+            num_tokens,
+            request_id,
+        };
+        let (lease, blocks, num_hits) = store.open(&opening)?;
+        let mut table = BlockTable::new(block_size);
+        table.adopt(&blocks);
+        table.extend_sequence(num_tokens)?;
+        let num_cached_tokens = num_hits * block_size;
+        Ok(Self {
+            lease,
+            table,
+            edited: false,
+            num_tokens,
+            high_water: num_tokens,
+            chain,
+            num_cached_tokens,
+            num_committed_tokens: num_cached_tokens,
+            prefix_caching,
+            last_access: Mutex::new(Instant::now()),
+        })
+    }
+
+    /// Returns how many of the first tokens were there already when the sequence was allocated.
+    pub fn num_cached_tokens(&self) -> usize {
+        self.num_cached_tokens
+    }
+
+    /// Returns how many of the first tokens were committed.
+    pub fn num_committed_tokens(&self) -> usize {
+        self.num_committed_tokens
+    }
+
+    /// Returns the tokens that are known: those that the sequence was allocated with, and those that
+    /// were committed behind them.
+    pub fn tokens(&self) -> &[u32] {
+        self.chain.tokens()
+    }
+
+    /// Frees the sequence. Does nothing if that was done before.
+    pub fn close(&self) {
+        self.lease.close();
+    }
+
+    pub(crate) fn free(&self) -> Result<()> {
+        if self.lease.close() { Ok(()) } else { Err(self.stale()) }
+    }
+
+    fn stale(&self) -> KvError {
+        KvError::StaleHandle { cache_id: self.lease.cache_id() }
+    }
+
+    pub(crate) fn lease(&self) -> &Lease<T> {
+        &self.lease
+    }
+
+    // Growing and shrinking
+
+    pub(crate) fn extend(&mut self, additional: usize) -> Result<Option<BlockCopy>> {
+        self.sync()?;
+        self.extend_synced(additional)
+    }
+
+    fn extend_synced(&mut self, additional: usize) -> Result<Option<BlockCopy>> {
+        let Self { lease, table, num_tokens, high_water, .. } = self;
+        let entered = lease.enter()?;
+        let (start, len) = (*num_tokens, num_tokens.saturating_add(additional));
+        let needed = BlockTable::blocks_needed_for_length(len, table.block_size);
+        let capacity = table.num_blocks() * table.block_size;
+        let inside = start..len.min(capacity);
+        let num_new = needed.saturating_sub(table.num_blocks());
+        let (new, copies) = lease.grow(None, inside.clone(), num_new, &entered)?;
+        replace(table, &copies)?;
+        table.adopt(&new);
+        if let Ok(rows) = lease.store().rows() {
+            // What was truncated must not come back.
+            for (index, slots) in pieces(start..inside.end.min(*high_water), table.block_size) {
+                rows.zero(table.physical_blocks[index], slots)?;
+            }
+        }
+        table.extend_sequence(additional)?;
+        (*num_tokens, *high_water) = (len, len.max(*high_water));
+        Ok(copies.first().copied())
+    }
+
+    pub(crate) fn truncate(&mut self, new_len: usize) -> Result<Option<BlockCopy>> {
+        self.sync()?;
+        self.truncate_synced(new_len)
+    }
+
+    fn truncate_synced(&mut self, new_len: usize) -> Result<Option<BlockCopy>> {
+        let (len, block_size) = (self.num_tokens, self.table.block_size);
+        if new_len > len {
+            return Err(KvError::RangeOutOfBounds { start: 0, end: new_len, len });
+        }
+        let entered = self.lease.enter()?;
+        if new_len == len {
+            return Ok(None);
+        }
+        let num_blocks = BlockTable::blocks_needed_for_length(new_len, block_size);
+        let cut = !new_len.is_multiple_of(block_size);
+        let copy = self.lease.shrink(num_blocks, cut, &entered)?;
+        self.table.truncate(new_len)?;
+        replace(&mut self.table, copy.as_slice())?;
+        self.num_tokens = new_len;
+        self.high_water = self.high_water.min(num_blocks * block_size);
+        self.chain.truncate(new_len.min(self.chain.tokens().len()))?;
+        self.num_committed_tokens = self.num_committed_tokens.min(new_len);
+        self.num_cached_tokens = self.num_cached_tokens.min(new_len);
+        Ok(copy)
+    }
+
+    pub(crate) fn fork(&self, request_id: Option<&str>) -> Result<Self> {
+        let entered = self.lease.enter()?;
+        self.check_table(&entered)?;
+        let lease = self.lease.fork(self.table.num_blocks(), request_id, &entered)?;
+        let num_tokens = self.readable();
+        let mut chain = self.chain.clone();
+        chain.truncate(num_tokens.min(chain.tokens().len()))?;
+        Ok(Self {
+            lease,
+            table: self.table.clone(),
+            edited: self.edited,
+            num_tokens,
+            high_water: self.high_water,
+            chain,
+            num_cached_tokens: self.num_cached_tokens.min(num_tokens),
+            num_committed_tokens: self.num_committed_tokens.min(num_tokens),
+            prefix_caching: self.prefix_caching,
+            last_access: Mutex::new(Instant::now()),
+        })
+    }
+
+    // Content
+
+    pub(crate) fn write(
+        &mut self,
+        layer: usize,
+        position: usize,
+        keys: &[T],
+        values: &[T],
+    ) -> Result<()> {
+        self.sync()?;
+        let tokens = self.check_write(layer, position, keys, values)?;
+        let entered = self.lease.enter()?;
+        let (_, copies) = self.lease.grow(Some(layer), tokens.clone(), 0, &entered)?;
+        replace(&mut self.table, &copies)?;
+        let rows = self.lease.store().rows()?;
+        write_rows(rows, &self.table, layer, tokens, keys, values)?;
+        drop(entered);
+        self.note_write(position);
+        Ok(())
+    }
+
+    /// Writes one token of each sequence; all of them belong to `store`.
+    pub(crate) fn write_many(
+        store: &Store<T>,
+        layer: usize,
+        handles: &mut [&mut Self],
+        positions: &[usize],
+        keys: &[T],
+        values: &[T],
+    ) -> Result<()> {
+        let width = store.rows()?.geometry().width;
+        check_rows(width, handles.len(), positions, keys, values)?;
+        let rows_of = |index: usize| {
+            let row = index * width..(index + 1) * width;
+            (&keys[row.clone()], &values[row])
+        };
+        let mut parts = Vec::with_capacity(handles.len());
+        for (index, handle) in handles.iter_mut().enumerate() {
+            let (keys, values) = rows_of(index);
+            handle.sync()?;
+            let tokens = handle.check_write(layer, positions[index], keys, values)?;
+            let Self { lease, table, .. } = &mut **handle;
+            parts.push((&*lease, table, tokens));
+        }
+        let entered = parts.iter().map(|(lease, ..)| lease.enter()).collect::<Result<Vec<_>>>()?;
+        let wants =
+            parts.iter().flat_map(|(lease, _, tokens)| lease.wants(Some(layer), tokens.clone()));
+        let wanted = wants.collect::<Vec<_>>();
+        // Both are in the order of the sequences.
+        let mut copies = store.prepare(&wanted, None)?.copies.into_iter().peekable();
+        for (index, (lease, table, tokens)) in parts.into_iter().enumerate() {
+            while let Some((_, copy)) = copies.next_if(|&(id, _)| id == lease.id()) {
+                table.replace_block(copy.block_index, copy.to)?;
+            }
+            let (keys, values) = rows_of(index);
+            write_rows(store.rows()?, table, layer, tokens, keys, values)?;
+        }
+        drop(entered);
+        for (handle, &position) in handles.iter_mut().zip(positions) {
+            handle.note_write(position);
+        }
+        Ok(())
+    }
+
+    /// Checks the arguments of a write, and returns the tokens that it is for.
+    fn check_write(
+        &self,
+        layer: usize,
+        position: usize,
+        keys: &[T],
+        values: &[T],
+    ) -> Result<Range<usize>> {
+        let geometry = *self.lease.store().rows()?.geometry();
+        let (width, num_layers) = (geometry.width, geometry.shape.num_layers);
+        if keys.len() != values.len() {
+            return Err(KvError::LengthMismatch { keys: keys.len(), values: values.len() });
+        }
+        if !keys.len().is_multiple_of(width) {
+            return Err(KvError::WidthMismatch { given: keys.len(), width });
+        }
+        if layer >= num_layers {
+            return Err(KvError::LayerOutOfRange { layer, num_layers });
+        }
+        let (start, end) = (position, position.saturating_add(keys.len() / width));
+        let len = self.num_tokens;
+        if end > len {
+            return Err(KvError::RangeOutOfBounds { start, end, len });
+        }
+        Ok(start..end)
+    }
+
+    /// A full block that was written to is no longer committed, and neither is what follows it.
+    fn note_write(&mut self, position: usize) {
+        let full = self.num_committed_tokens / self.table.block_size;
+        let block_index = position / self.table.block_size;
+        if block_index < full {
+            self.num_committed_tokens = block_index * self.table.block_size;
+        }
+        self.touch();
+    }
+
+    pub(crate) fn commit(&mut self, tokens: &[u32]) -> Result<()> {
+        self.sync()?;
+        let (start, len) = (self.num_committed_tokens, self.num_tokens);
+        let end = start.saturating_add(tokens.len());
+        if end > len {
+            return Err(KvError::RangeOutOfBounds { start, end, len });
+        }
+        let known = self.chain.tokens().get(start..).unwrap_or_default();
+        let differs = known.iter().zip(tokens).position(|(known, token)| known != token);
+        if let Some(place) = differs {
+            return Err(KvError::TokenMismatch { token: start + place });
+        }
+        let entered = self.lease.enter()?;
+        let num_known = self.chain.tokens().len();
+        self.chain.extend(tokens.get(known.len()..).unwrap_or_default());
+        if self.prefix_caching {
+            let (first, last) = (start / self.table.block_size, end / self.table.block_size);
+            match self.lease.commit(first, &self.chain.keys()[first..last], &entered) {
+                Ok(merged) => {
+                    for (index, block) in merged {
+                        self.table.replace_block(index, block)?;
+                    }
+                }
+                Err(error) => {
+                    self.chain.truncate(num_known)?;
+                    return Err(error);
+                }
+            }
+        }
+        self.num_committed_tokens = end;
+        Ok(())
+    }
+
+    pub(crate) fn view(&self, layer: usize, start: usize, end: usize) -> Result<PagedSpan<T>> {
+        let entered = self.lease.enter()?;
+        self.check_table(&entered)?;
+        self.check_read(layer, start, end)?;
+        let pinned = self.lease.pin(layer, start..end, &entered)?;
+        self.touch();
+        Ok(PagedSpan { pinned, range: start..end })
+    }
+
+    pub(crate) fn read_range_into(
+        &self,
+        layer: usize,
+        range: Range<usize>,
+        keys: &mut [T],
+        values: &mut [T],
+    ) -> Result<()> {
+        let rows = self.lease.store().rows()?;
+        let width = rows.geometry().width;
+        let wanted = range.len().saturating_mul(width);
+        for (plane, given) in [("keys", keys.len()), ("values", values.len())] {
+            if given < wanted {
+                return Err(KvError::OutputTooShort { plane, given, wanted });
+            }
+        }
+        let entered = self.lease.enter()?;
+        self.check_table(&entered)?;
+        self.check_read(layer, range.start, range.end)?;
+        let mut done = 0;
+        for (index, slots) in pieces(range, self.table.block_size) {
+            let elements = done..done + slots.len() * width;
+            done = elements.end;
+            let at = BlockSlots { block: self.table.physical_blocks[index], layer, slots };
+            let into_keys = (&mut keys[elements.clone()]).into();
+            rows.read(&at, &into_keys, &(&mut values[elements]).into())?;
+        }
+        self.touch();
+        Ok(())
+    }
+
+    fn check_read(&self, layer: usize, start: usize, end: usize) -> Result<()> {
+        let (num_layers, len) = (self.num_layers(), self.readable());
+        if layer >= num_layers {
+            return Err(KvError::LayerOutOfRange { layer, num_layers });
+        }
+        if start > end {
+            return Err(KvError::InvertedRange { start, end });
+        }
+        if end > len {
+            return Err(KvError::RangeOutOfBounds { start, end, len });
+        }
+        Ok(())
+    }
+
+    fn tensor(&self, layer: usize, plane: Plane) -> Result<Option<TensorRef>> {
+        match self.view(layer, 0, self.readable()) {
+            Ok(span) => Ok(Some(Arc::new(PlaneOf { span, plane }))),
+            Err(KvError::NoStorage) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    // The table
+
+    /// Checks what a caller did to the table, without acting on it.
+    fn check_table(&self, entered: &Entered<'_>) -> Result<()> {
+        if !self.edited {
+            return Ok(());
+        }
+        self.table.validate()?;
+        let reason = if self.table.block_size != self.lease.store().shape().block_size {
+            "its block size was changed"
+        } else if !self.lease.begins_with(&self.table.physical_blocks, entered)? {
+            "it names blocks that the sequence does not have there"
+        } else {
+            return Ok(());
+        };
+        Err(KvError::InconsistentTable { reason })
+    }
+
+    /// Checks what a caller did to the table, and makes the sequence as long as it says.
+    fn sync(&mut self) -> Result<()> {
+        if !self.edited {
+            return Ok(());
+        }
+        let entered = self.lease.enter()?;
+        self.check_table(&entered)?;
+        let blocks = self.lease.blocks(&entered)?;
+        drop(entered);
+        let mut known = BlockTable::new(self.table.block_size);
+        known.adopt(&blocks);
+        known.extend_sequence(self.num_tokens)?;
+        let edited = std::mem::replace(&mut self.table, known);
+        let (len, wanted) = (self.num_tokens, edited.sequence_length);
+        let result = if wanted < len {
+            self.truncate_synced(wanted).map(|_| ())
+        } else {
+            self.extend_synced(wanted - len).map(|_| ())
+        };
+        match result {
+            Ok(()) => self.edited = false,
+            Err(_) => self.table = edited,
+        }
+        result
+    }
+
+    /// How many tokens can be read, whatever a caller did to the table.
+    fn readable(&self) -> usize {
+        self.num_tokens.min(self.table.sequence_length)
+    }
+
+    fn touch(&self) {
+        *self.last_access.lock() = Instant::now();
+    }
+}
+
+/// Writes to blocks that are the sequence's own by now.
+fn write_rows<T: Element>(
+    rows: &BlockRows<T>,
+    table: &BlockTable,
+    layer: usize,
+    tokens: Range<usize>,
+    keys: &[T],
+    values: &[T],
+) -> Result<()> {
+    let width = rows.geometry().width;
+    let mut done = 0;
+    for (index, slots) in pieces(tokens, table.block_size) {
+        let elements = done..done + slots.len() * width;
+        done = elements.end;
+        let at = BlockSlots { block: table.physical_blocks[index], layer, slots };
+        rows.write(&at, keys[elements.clone()].into(), values[elements].into())?;
+    }
+    Ok(())
+}
+
+/// Checks that there is a row and a position for each sequence.
+fn check_rows<T>(
+    width: usize,
+    num_sequences: usize,
+    positions: &[usize],
+    keys: &[T],
+    values: &[T],
+) -> Result<()> {
+    if keys.len() != values.len() {
+        return Err(KvError::LengthMismatch { keys: keys.len(), values: values.len() });
+    }
+    if !keys.len().is_multiple_of(width) {
+        return Err(KvError::WidthMismatch { given: keys.len(), width });
+    }
+    for (what, given) in [("positions", positions.len()), ("rows", keys.len() / width)] {
+        if given != num_sequences {
+            return Err(KvError::CountMismatch { what, given, wanted: num_sequences });
+        }
+    }
+    Ok(())
+}
+
+fn replace(table: &mut BlockTable, copies: &[BlockCopy]) -> Result<()> {
+    copies.iter().try_for_each(|copy| table.replace_block(copy.block_index, copy.to).map(|_| ()))
+}
+
+impl<T: Element> KvCacheHandle for PagedKvCacheHandle<T> {
+    fn block_table(&self) -> &BlockTable {
+        &self.table
+    }
+
+    fn block_table_mut(&mut self) -> &mut BlockTable {
+        self.edited = true;
+        &mut self.table
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+
+    fn num_layers(&self) -> usize {
+        self.lease.store().shape().num_layers
+    }
+
+    fn num_heads(&self) -> usize {
+        self.lease.store().shape().num_kv_heads
+    }
+
+    fn head_dim(&self) -> usize {
+        self.lease.store().shape().head_dim
+    }
+
+    fn key_cache(&self, layer: usize) -> Result<Option<TensorRef>> {
+        self.tensor(layer, Plane::Keys)
+    }
+
+    fn value_cache(&self, layer: usize) -> Result<Option<TensorRef>> {
+        self.tensor(layer, Plane::Values)
+    }
+
+    fn clone_handle(&self) -> Result<Arc<dyn KvCacheHandle>> {
+        Ok(Arc::new(self.fork(None)?))
+    }
+
+    fn stats(&self) -> CacheHandleStats {
+        let blocks = self.lease.enter().and_then(|entered| self.lease.blocks(&entered));
+        let num_blocks = blocks.as_ref().map_or(0, Vec::len);
+        let num_tokens = if blocks.is_ok() { self.num_tokens } else { 0 };
+        CacheHandleStats {
+            memory_bytes: num_blocks * self.lease.store().block_bytes(),
+            blocks_allocated: num_blocks,
+            tokens_stored: num_tokens,
+            utilization: share(num_tokens, num_blocks * self.lease.store().shape().block_size),
+            last_access: *self.last_access.lock(),
+        }
+    }
+
+    fn is_valid(&self) -> bool {
+        self.lease.is_open()
+    }
+
+    fn cache_id(&self) -> String {
+        self.lease.cache_id()
+    }
+}
+
+/// Tokens of one layer of a sequence that stay as they are while this lives.
+///
+/// It owns its share of the memory. The handle can write, be truncated, freed and dropped; a block
+/// that is in the way of that is copied first, or waits.
+#[derive(Debug)]
+#[must_use = "the tokens stay as they are until it is dropped"]
+pub struct PagedSpan<T: Element = f32> {
+    pinned: PinnedBlocks<T>,
+    /// Positions in the sequence.
+    range: Range<usize>,
+}
+
+impl<T: Element> PagedSpan<T> {
+    /// Returns the tokens' positions in the sequence.
+    pub fn range(&self) -> Range<usize> {
+        self.range.clone()
+    }
+
+    /// Returns the number of tokens.
+    pub fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    /// Returns true if there are no tokens.
+    pub fn is_empty(&self) -> bool {
+        self.range.is_empty()
+    }
+
+    /// Returns `[tokens, num_kv_heads, head_dim]`.
+    pub fn shape(&self) -> [usize; 3] {
+        let [num_heads, head_dim] = self.pinned.store().shape().token_shape();
+        [self.len(), num_heads, head_dim]
+    }
+
+    /// Returns the number of contiguous pieces: one for each block.
+    pub fn num_segments(&self) -> usize {
+        self.pinned.rows().len()
+    }
+
+    /// Returns the tokens of one block, with their positions in the sequence; `None` past the last.
+    pub fn segment(&self, index: usize) -> Option<KVSpan<'_, T>> {
+        let shape = self.pinned.store().shape();
+        let [keys, values] = self.pinned.rows().get(index)?.slices();
+        let block_start = (self.range.start / shape.block_size + index) * shape.block_size;
+        let start = block_start.max(self.range.start);
+        let end = self.range.end.min(block_start + shape.block_size);
+        Some(KVSpan::new(shape.token_shape(), start..end, keys, values))
+    }
+
+    /// Returns all pieces in order.
+    pub fn segments(&self) -> impl Iterator<Item = KVSpan<'_, T>> {
+        (0..self.num_segments()).filter_map(|index| self.segment(index))
+    }
+}

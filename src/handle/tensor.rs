@@ -1,0 +1,152 @@
+//! A layer's keys, or its values, without a copy.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::{Device, PagedSpan};
+use crate::dtype::{DType, Element};
+use crate::layer::{KVSpan, PinnedSpan};
+
+/// A tensor of shape `[tokens, num_kv_heads, head_dim]` that does not change while it lives.
+///
+/// Its elements lie in one or more contiguous *segments*, one after the other along the first axis.
+/// Nothing is gathered unless asked.
+///
+/// # Examples
+///
+/// ```
+/// use kvspan::{KvCacheHandle, KvCacheManager, KvCacheManagerConfig, RequestOptions};
+///
+/// let manager = KvCacheManager::new(KvCacheManagerConfig {
+///     num_blocks: 8,
+///     block_size: 2,
+///     num_kv_heads: 1,
+///     head_dim: 4,
+///     ..KvCacheManagerConfig::default()
+/// })?;
+/// let mut handle = manager.allocate(&[1, 2, 3], &RequestOptions::default())?;
+/// manager.write(&mut handle, 0, 0, &[1.0; 12], &[2.0; 12])?;
+///
+/// let keys = handle.key_cache(0)?.expect("the manager has storage");
+/// assert_eq!((keys.shape(), keys.num_segments()), ([3, 1, 4], 2));
+/// assert_eq!(keys.segment_as::<f32>(1), Some([1.0; 4].as_slice()));
+/// # Ok::<(), kvspan::KvError>(())
+/// ```
+pub trait TensorLike: Send + Sync + fmt::Debug {
+    /// Returns `[tokens, num_kv_heads, head_dim]`.
+    fn shape(&self) -> [usize; 3];
+
+    /// Returns the type of the elements.
+    fn dtype(&self) -> DType;
+
+    /// Returns where the elements are.
+    fn device(&self) -> Device;
+
+    /// Returns the number of segments; none without tokens.
+    fn num_segments(&self) -> usize;
+
+    /// Returns the bytes of a segment: some whole tokens, in C order. `None` past the last one.
+    fn segment(&self, index: usize) -> Option<&[u8]>;
+}
+
+/// A shared tensor.
+pub type TensorRef = Arc<dyn TensorLike>;
+
+impl dyn TensorLike {
+    /// Returns the elements of a segment; `None` past the last one, or if they are of another type.
+    pub fn segment_as<T: Element>(&self, index: usize) -> Option<&[T]> {
+        let bytes = self.segment(index).filter(|_| self.dtype() == T::DTYPE)?;
+        bytemuck::try_cast_slice(bytes).ok()
+    }
+
+    /// Returns a copy of all elements in one piece; `None` if they are of another type.
+    pub fn to_vec<T: Element>(&self) -> Option<Vec<T>> {
+        let segments = (0..self.num_segments()).map(|index| self.segment_as(index));
+        Some(segments.collect::<Option<Vec<_>>>()?.concat())
+    }
+}
+
+/// Which half of keys and values.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Plane {
+    Keys,
+    Values,
+}
+
+/// Keys or values out of a span that stays as it is.
+#[derive(Debug)]
+pub(super) struct PlaneOf<S> {
+    pub(super) span: S,
+    pub(super) plane: Plane,
+}
+
+/// An owned span, in one or more pieces.
+pub(super) trait Pieces: Send + Sync + fmt::Debug {
+    type Element: Element;
+
+    fn num_pieces(&self) -> usize;
+
+    fn piece(&self, index: usize) -> Option<KVSpan<'_, Self::Element>>;
+
+    /// Of the whole.
+    fn shape(&self) -> [usize; 3];
+}
+
+impl<S: Pieces> TensorLike for PlaneOf<S> {
+    fn shape(&self) -> [usize; 3] {
+        self.span.shape()
+    }
+
+    fn dtype(&self) -> DType {
+        S::Element::DTYPE
+    }
+
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+
+    fn num_segments(&self) -> usize {
+        self.span.num_pieces()
+    }
+
+    fn segment(&self, index: usize) -> Option<&[u8]> {
+        let span = self.span.piece(index)?;
+        Some(bytemuck::cast_slice(match self.plane {
+            Plane::Keys => span.keys,
+            Plane::Values => span.values,
+        }))
+    }
+}
+
+impl<T: Element> Pieces for PinnedSpan<T> {
+    type Element = T;
+
+    fn num_pieces(&self) -> usize {
+        usize::from(!self.is_empty())
+    }
+
+    fn piece(&self, index: usize) -> Option<KVSpan<'_, T>> {
+        (index < self.num_pieces()).then(|| self.span())
+    }
+
+    fn shape(&self) -> [usize; 3] {
+        let span = self.span();
+        [span.len(), span.num_heads(), span.head_dim()]
+    }
+}
+
+impl<T: Element> Pieces for PagedSpan<T> {
+    type Element = T;
+
+    fn num_pieces(&self) -> usize {
+        self.num_segments()
+    }
+
+    fn piece(&self, index: usize) -> Option<KVSpan<'_, T>> {
+        self.segment(index)
+    }
+
+    fn shape(&self) -> [usize; 3] {
+        PagedSpan::shape(self)
+    }
+}

@@ -1,0 +1,162 @@
+//! The blocks' bytes, and everything known about the blocks behind one mutex.
+//!
+//! A [`Lease`] is a sequence's hold on its blocks. The store keeps its own list of them, so that no
+//! list that a caller can touch is ever believed.
+//!
+//! * The **fence** of a lease is held shared by whoever uses its blocks, and exclusively by whoever
+//!   frees them: a block can not go to another sequence while somebody still writes to it.
+//! * The **state** is all bookkeeping. Nothing is copied or zeroed while it is held.
+//!
+//! Lock order: fences, then the state or the lock of one block, which are both leaves.
+
+mod lease;
+mod report;
+mod state;
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+pub(crate) use lease::{Entered, Lease, PinnedBlocks, Want};
+pub use report::{BlockCopy, BlockPicture, Inspection, LeakReport, ManagerStats, SequenceReport};
+
+use crate::config::{BlockGeometry, BlockShape};
+use crate::dtype::Element;
+use crate::error::{KvError, Result};
+use crate::hash::BlockKey;
+use crate::ids::BlockId;
+use crate::memory::BlockRows;
+use crate::prefix::{Duplicates, PrefixCache};
+use state::{Grant, State};
+
+/// Blocks that sequences share.
+#[derive(Debug)]
+pub(crate) struct Store<T> {
+    shape: BlockShape,
+    /// `None` if only the bookkeeping is wanted.
+    rows: Option<Arc<BlockRows<T>>>,
+    state: Mutex<State>,
+}
+
+/// What a new sequence asks for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Opening<'a> {
+    /// Of the blocks that can be shared.
+    pub(crate) keys: &'a [BlockKey],
+    pub(crate) num_blocks: usize,
+    /// Tokens that were asked for, for the statistics.
+    pub(crate) num_tokens: usize,
+    pub(crate) request_id: Option<&'a str>,
+}
+
+impl<T: Element> Store<T> {
+    pub(crate) fn new(
+        num_blocks: usize,
+        shape: BlockShape,
+        duplicates: Duplicates,
+        has_storage: bool,
+    ) -> Result<Self> {
+        let rows = if has_storage {
+            let geometry = BlockGeometry::new::<T>(num_blocks, shape)?;
+            Some(Arc::new(BlockRows::new(geometry)?))
+        } else {
+            None
+        };
+        let state = Mutex::new(State::new(PrefixCache::new(num_blocks, duplicates)?));
+        Ok(Self { shape, rows, state })
+    }
+
+    pub(crate) fn shape(&self) -> &BlockShape {
+        &self.shape
+    }
+
+    /// Bytes of a block; 0 without storage.
+    pub(crate) fn block_bytes(&self) -> usize {
+        self.rows.as_ref().map_or(0, |rows| rows.geometry().block_bytes)
+    }
+
+    pub(crate) fn rows(&self) -> Result<&Arc<BlockRows<T>>> {
+        self.rows.as_ref().ok_or(KvError::NoStorage)
+    }
+
+    /// Opens a sequence on the blocks that match and on new ones, which are zero; returns its blocks
+    /// and how many matched.
+    pub(crate) fn open(
+        self: &Arc<Self>,
+        opening: &Opening<'_>,
+    ) -> Result<(Lease<T>, Vec<BlockId>, usize)> {
+        let opened = self.state.lock().open(opening, self.shape.block_size)?;
+        let lease = Lease::new(Arc::clone(self), opened.id, opened.fence);
+        self.zero(&opened.dirty)?;
+        Ok((lease, opened.blocks, opened.num_hits))
+    }
+
+    /// Gives back the blocks of the sequence with this name, whoever has its handle.
+    pub(crate) fn free_request(&self, request_id: &str) -> Result<()> {
+        let unknown = || KvError::UnknownRequest { request_id: request_id.to_owned() };
+        let found = self.state.lock().find_request(request_id);
+        let (id, fence) = found.ok_or_else(unknown)?;
+        if lease::close(self, id, &fence) { Ok(()) } else { Err(unknown()) }
+    }
+
+    /// How many blocks match, without any effect on them.
+    pub(crate) fn probe(&self, keys: &[BlockKey]) -> usize {
+        self.state.lock().cache.match_prefix(keys).count()
+    }
+
+    pub(crate) fn reset_prefix_cache(&self) -> Result<()> {
+        self.state.lock().cache.reset()
+    }
+
+    // Asking
+
+    pub(crate) fn stats(&self) -> ManagerStats {
+        let mut stats = self.state.lock().stats();
+        stats.block_bytes = self.block_bytes();
+        stats
+    }
+
+    pub(crate) fn inspect(&self) -> Inspection {
+        self.state.lock().inspect()
+    }
+
+    pub(crate) fn leak_report(&self) -> LeakReport {
+        self.state.lock().leak_report()
+    }
+
+    pub(crate) fn check_integrity(&self) -> Result<()> {
+        self.state.lock().check_integrity()
+    }
+
+    // What leases are made of
+
+    /// Zeroes what former owners left. Nobody else can reach the blocks: they were just taken.
+    fn zero(&self, blocks: &[BlockId]) -> Result<()> {
+        let Some(rows) = &self.rows else { return Ok(()) };
+        blocks.iter().try_for_each(|&block| rows.zero(block, 0..self.shape.block_size))
+    }
+
+    /// Gives the sequence of each `wanted` block one that it alone has, or has it forget the key of
+    /// the one it has, because some of its slots are about to change; and one sequence some new
+    /// blocks. The fences of all of them are held.
+    pub(crate) fn prepare(&self, wanted: &[Want], grow: Option<(u64, usize)>) -> Result<Grant> {
+        let is_pinned = |block, want: &Want| {
+            self.rows.as_ref().is_some_and(|rows| rows.is_pinned(block, want.layer, &want.slots))
+        };
+        let grant = self.state.lock().prepare(wanted, grow, is_pinned)?;
+        self.complete(grant)
+    }
+
+    /// Puts the bytes that belong there into blocks that were just taken.
+    fn complete(&self, grant: Grant) -> Result<Grant> {
+        if let Some(rows) = &self.rows {
+            grant.copies.iter().try_for_each(|(_, copy)| rows.copy(copy.from, copy.to))?;
+        }
+        self.zero(&grant.dirty)?;
+        if !grant.copies.is_empty() {
+            // Only now, so that nobody got the originals while they were copied.
+            self.state.lock().release_originals(&grant)?;
+        }
+        Ok(grant)
+    }
+}

@@ -1,0 +1,710 @@
+//! What a manager promises.
+
+mod common {
+    pub(crate) mod sequences;
+    pub(crate) mod watchdog;
+}
+
+use std::sync::Barrier;
+use std::thread;
+use std::time::Duration;
+
+use common::sequences::{
+    BLOCK_SIZE, NUM_LAYERS, WIDTH, computed, config, keys, numbers_of, read, values, write,
+};
+use common::watchdog::within;
+use kvspan::{
+    BlockCopy, BlockState, Duplicates, KvCacheHandle, KvCacheManager, KvCacheManagerConfig,
+    KvError, PagedKvCacheHandle, RequestOptions, Result, Storage,
+};
+
+const LIMIT: Duration = Duration::from_mins(1);
+const PLAIN: RequestOptions<'_> = RequestOptions {
+    request_id: None,
+    cache_salt: None,
+    lora_id: None,
+    extra_keys: &[],
+    lookahead: 0,
+};
+
+fn manager(num_blocks: usize) -> KvCacheManager {
+    KvCacheManager::new(config(num_blocks)).expect("a small pool")
+}
+
+/// Writes what is computed for the tokens from `start` on, in all layers, and commits them.
+fn compute(
+    manager: &KvCacheManager,
+    handle: &mut PagedKvCacheHandle,
+    tokens: &[u32],
+    start: usize,
+) {
+    for layer in 0..NUM_LAYERS {
+        let numbers = (start..tokens.len()).map(|at| computed(&tokens[..=at], layer));
+        let numbers = numbers.collect::<Vec<_>>();
+        write(manager, handle, layer, start, &numbers).expect("it has its blocks");
+    }
+    manager.commit(handle, &tokens[start..]).expect("the tokens are its own");
+}
+
+/// A sequence that was computed as far as it was not cached.
+fn start(manager: &KvCacheManager, tokens: &[u32]) -> PagedKvCacheHandle {
+    let mut handle = manager.allocate(tokens, &PLAIN).expect("there is room");
+    let num_cached = handle.num_cached_tokens();
+    compute(manager, &mut handle, tokens, num_cached);
+    handle
+}
+
+/// Panics unless all rows of the sequence are what its tokens make them.
+fn check(manager: &KvCacheManager, handle: &PagedKvCacheHandle, tokens: &[u32]) {
+    for layer in 0..NUM_LAYERS {
+        let expected = (0..tokens.len()).map(|at| computed(&tokens[..=at], layer));
+        assert_eq!(read(manager, handle, layer), expected.collect::<Vec<_>>());
+    }
+}
+
+fn blocks(handle: &PagedKvCacheHandle) -> Vec<u32> {
+    handle.block_table().logical_to_physical.clone()
+}
+
+/// Calls `call`, which is refused and leaves everything as it was.
+fn refuses<R: std::fmt::Debug>(
+    manager: &KvCacheManager,
+    call: impl FnOnce() -> Result<R>,
+    expected: &KvError,
+) {
+    let before = manager.inspect();
+    assert_eq!(call().err().as_ref(), Some(expected));
+    assert_eq!(manager.inspect(), before);
+    manager.check_integrity().expect("nothing is lost");
+}
+
+// Sharing
+
+#[test]
+fn an_equal_beginning_is_found_with_its_content_up_to_the_last_token() {
+    let manager = manager(8);
+    let tokens = [1, 2, 3, 4, 5, 6, 7, 8];
+    let first = start(&manager, &tokens);
+    let second = manager.allocate(&tokens, &PLAIN).unwrap();
+    assert_eq!((second.num_cached_tokens(), second.num_committed_tokens()), (4, 4));
+    assert_eq!(blocks(&second)[0], blocks(&first)[0]);
+    assert_ne!(blocks(&second)[1], blocks(&first)[1]);
+    for layer in 0..NUM_LAYERS {
+        let expected = read(&manager, &first, layer)[..4].to_vec();
+        assert_eq!(read(&manager, &second, layer), [expected, vec![0.0; 4]].concat());
+    }
+
+    drop((first, second));
+    assert_eq!(manager.probe(&[&tokens[..], &[9]].concat(), &PLAIN), Ok(8));
+    let third = start(&manager, &[&tokens[..], &[9]].concat());
+    assert_eq!(third.num_cached_tokens(), 8);
+    check(&manager, &third, &[1, 2, 3, 4, 5, 6, 7, 8, 9]);
+}
+
+#[test]
+fn only_who_knows_the_same_secrets_finds_anything() {
+    let manager = manager(16);
+    let tokens = [1, 2, 3, 4, 5];
+    let image: &[(usize, &[&[u8]])] = &[(0, &[b"a cat"])];
+    let others = [
+        RequestOptions { cache_salt: Some(b"a"), ..PLAIN },
+        RequestOptions { cache_salt: Some(b"b"), ..PLAIN },
+        RequestOptions { lora_id: Some(b"a"), ..PLAIN },
+        RequestOptions { extra_keys: image, ..PLAIN },
+        PLAIN,
+    ];
+    for (index, options) in others.iter().enumerate() {
+        let mut handle = manager.allocate(&tokens, options).unwrap();
+        assert_eq!(handle.num_cached_tokens(), 0, "of {options:?}");
+        compute(&manager, &mut handle, &tokens, 0);
+        for known in &others[..=index] {
+            assert_eq!(manager.probe(&tokens, known), Ok(4));
+        }
+        for unknown in &others[index + 1..] {
+            assert_eq!(manager.probe(&tokens, unknown), Ok(0));
+        }
+    }
+}
+
+#[test]
+fn an_equal_block_is_merged_at_commit_unless_duplicates_are_kept() {
+    let tokens = [1, 2, 3, 4, 5];
+    for (duplicates, merged) in [(Duplicates::Merge, true), (Duplicates::Keep, false)] {
+        let config = KvCacheManagerConfig { duplicates, ..config(8) };
+        let manager = KvCacheManager::new(config).unwrap();
+        let mut handles = [(), ()].map(|()| manager.allocate(&tokens, &PLAIN).unwrap());
+        for handle in &mut handles {
+            compute(&manager, handle, &tokens, 0);
+        }
+        assert_eq!(blocks(&handles[0])[0] == blocks(&handles[1])[0], merged);
+        for handle in &handles {
+            check(&manager, handle, &tokens);
+        }
+        manager.check_integrity().unwrap();
+    }
+}
+
+#[test]
+fn without_prefix_caching_nothing_is_shared() {
+    let config = KvCacheManagerConfig { prefix_caching: false, ..config(4) };
+    let manager = KvCacheManager::new(config).unwrap();
+    let first = start(&manager, &[1, 2, 3, 4, 5]);
+    assert_eq!(manager.probe(&[1, 2, 3, 4, 5], &PLAIN), Ok(0));
+    assert_eq!(start(&manager, &[1, 2, 3, 4, 5]).num_cached_tokens(), 0);
+    assert_eq!((manager.stats().num_committed, first.num_committed_tokens()), (0, 5));
+}
+
+#[test]
+fn a_prompt_can_be_committed_in_chunks_and_only_with_its_own_tokens() {
+    let manager = manager(8);
+    let tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9];
+    let mut handle = manager.allocate(&tokens, &PLAIN).unwrap();
+    manager.commit(&mut handle, &tokens[..5]).unwrap();
+    assert_eq!(manager.stats().num_committed, 1);
+    let wrong = KvError::TokenMismatch { token: 6 };
+    refuses(&manager, || manager.commit(&mut handle, &[6, 9]), &wrong);
+    let too_many = KvError::RangeOutOfBounds { start: 5, end: 10, len: 9 };
+    refuses(&manager, || manager.commit(&mut handle, &[6, 7, 8, 9, 10]), &too_many);
+    manager.commit(&mut handle, &tokens[5..]).unwrap();
+    assert_eq!(manager.stats().num_committed, 2);
+
+    manager.extend(&mut handle, 3).unwrap();
+    manager.commit(&mut handle, &[10, 11, 12]).unwrap();
+    assert_eq!((manager.stats().num_committed, handle.num_committed_tokens()), (3, 12));
+    assert_eq!(handle.tokens(), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]);
+}
+
+#[test]
+fn two_forks_that_disagree_about_a_shared_block_are_told() {
+    let manager = manager(8);
+    let mut handle = manager.allocate(&[], &PLAIN).unwrap();
+    manager.extend(&mut handle, 4).unwrap();
+    let mut fork = manager.fork(&handle, None).unwrap();
+    manager.commit(&mut handle, &[1, 2, 3, 4]).unwrap();
+    let block = blocks(&fork)[0];
+    let (state, wanted) = ("committed under another key", "uncommitted");
+    let differs = KvError::WrongBlockState { block, state, wanted };
+    refuses(&manager, || manager.commit(&mut fork, &[1, 2, 3, 5]), &differs);
+    assert_eq!(fork.tokens(), [0_u32; 0]);
+    manager.commit(&mut fork, &[1, 2, 3, 4]).unwrap();
+}
+
+// All or nothing
+
+#[test]
+fn a_refused_call_leaves_no_trace() {
+    let manager = manager(4);
+    let tokens = [1, 2, 3, 4, 5];
+    let mut handle = start(&manager, &tokens);
+    let full = |needed| KvError::OutOfBlocks { needed, free: 2, evictable: 0, pinned: 0 };
+    refuses(&manager, || manager.allocate(&[9; 12], &PLAIN), &full(3));
+    let more = RequestOptions { lookahead: 8, ..PLAIN };
+    refuses(&manager, || manager.allocate(&[9; 4], &more), &full(3));
+    refuses(&manager, || manager.extend(&mut handle, 12), &full(3));
+    refuses(&manager, || manager.extend(&mut handle, usize::MAX), &full(usize::MAX / 4 + 1 - 2));
+    let stats = manager.stats();
+    assert_eq!((stats.num_allocations, stats.num_failures, stats.query_tokens), (1, 2, 5));
+
+    // To write to a block that is shared takes one for the copy.
+    let mut forks = [(), ()].map(|()| manager.fork(&handle, None).unwrap());
+    let _rest = manager.allocate(&[8; 8], &PLAIN).unwrap();
+    let none = KvError::OutOfBlocks { needed: 1, free: 0, evictable: 0, pinned: 0 };
+    let [fork, other] = &mut forks;
+    refuses(&manager, || write(&manager, fork, 0, 4, &[7.0]), &none);
+    refuses(&manager, || manager.extend(fork, 1), &none);
+    refuses(&manager, || manager.truncate(fork, 3), &none);
+    let two = KvError::OutOfBlocks { needed: 2, free: 0, evictable: 0, pinned: 0 };
+    let rows = [1.0; 2 * WIDTH];
+    refuses(&manager, || manager.write_many(0, &mut [fork, other], &[4, 4], &rows, &rows), &two);
+    check(&manager, &handle, &tokens);
+}
+
+#[test]
+fn arguments_that_do_not_fit_are_refused() {
+    let manager = manager(4);
+    let mut handle = start(&manager, &[1, 2, 3]);
+    let row = [1.0; WIDTH];
+    let differ = KvError::LengthMismatch { keys: 2, values: 1 };
+    refuses(&manager, || manager.write(&mut handle, 9, 9, &row, &row[1..]), &differ);
+    let narrow = KvError::WidthMismatch { given: 1, width: WIDTH };
+    refuses(&manager, || manager.write(&mut handle, 9, 9, &row[1..], &row[1..]), &narrow);
+    let layer = KvError::LayerOutOfRange { layer: 2, num_layers: 2 };
+    refuses(&manager, || manager.write(&mut handle, 2, 9, &row, &row), &layer);
+    refuses(&manager, || manager.view(&handle, 2, 0, 1), &layer);
+    let past = KvError::RangeOutOfBounds { start: 3, end: 4, len: 3 };
+    refuses(&manager, || manager.write(&mut handle, 0, 3, &row, &row), &past);
+    refuses(&manager, || manager.view(&handle, 0, 3, 4), &past);
+    let inverted = KvError::InvertedRange { start: 2, end: 1 };
+    refuses(&manager, || manager.view(&handle, 0, 2, 1), &inverted);
+    let longer = KvError::RangeOutOfBounds { start: 0, end: 4, len: 3 };
+    refuses(&manager, || manager.truncate(&mut handle, 4), &longer);
+    let short = KvError::OutputTooShort { plane: "values", given: 1, wanted: 2 };
+    let (mut k, mut v) = (row, [0.0; 1]);
+    refuses(&manager, || manager.read_range_into(&handle, 0, 0, 1, &mut k, &mut v), &short);
+    for (what, positions) in [("positions", vec![0, 1]), ("rows", vec![0])] {
+        let rows = [0.0; 2 * WIDTH];
+        let counts = KvError::CountMismatch { what, given: 2, wanted: 1 };
+        let mut handles = [&mut handle];
+        let call = || manager.write_many(0, &mut handles, &positions, &rows, &rows);
+        refuses(&manager, call, &counts);
+    }
+    assert_eq!(manager.write_many(0, &mut [], &[], &[], &[]), Ok(()));
+}
+
+#[test]
+fn a_manager_without_dimensions_is_refused() {
+    for (field, config) in [
+        ("num_blocks", config(0)),
+        ("block_size", KvCacheManagerConfig { block_size: 0, ..config(1) }),
+        ("num_layers", KvCacheManagerConfig { num_layers: 0, ..config(1) }),
+        ("num_kv_heads", KvCacheManagerConfig { num_kv_heads: 0, ..config(1) }),
+        ("head_dim", KvCacheManagerConfig { head_dim: 0, ..config(1) }),
+    ] {
+        for storage in [Storage::Owned, Storage::Elsewhere] {
+            let made = KvCacheManager::new(KvCacheManagerConfig { storage, ..config.clone() });
+            assert_eq!(made.err(), Some(KvError::InvalidConfig { field }));
+        }
+    }
+    let huge = KvCacheManagerConfig { head_dim: usize::MAX / 2, ..config(1) };
+    assert!(matches!(KvCacheManager::new(huge), Err(KvError::SizeOverflow { .. })));
+}
+
+// Lifetimes
+
+#[test]
+fn freeing_twice_is_an_error_and_closing_twice_is_not() {
+    let manager = manager(4);
+    let named = RequestOptions { request_id: Some("a"), ..PLAIN };
+    let handle = manager.allocate(&[1, 2], &named).unwrap();
+    let taken = KvError::RequestExists { request_id: "a".to_owned() };
+    refuses(&manager, || manager.allocate(&[1], &named), &taken);
+    refuses(&manager, || manager.fork(&handle, Some("a")), &taken);
+    manager.free(&handle).unwrap();
+    let stale = KvError::StaleHandle { cache_id: handle.cache_id() };
+    refuses(&manager, || manager.free(&handle), &stale);
+    let unknown = KvError::UnknownRequest { request_id: "a".to_owned() };
+    refuses(&manager, || manager.free_request("a"), &unknown);
+    handle.close();
+
+    let again = manager.allocate(&[1, 2], &named).unwrap();
+    drop(handle); // gives nothing back that is not its own
+    assert_eq!(manager.stats().num_in_use, 1);
+    manager.free_request("a").unwrap();
+    assert!(!again.is_valid());
+    again.close();
+    assert_eq!(manager.stats().num_free, 4);
+}
+
+#[test]
+fn a_stale_handle_can_do_nothing() {
+    let manager = manager(4);
+    let mut handle = start(&manager, &[1, 2, 3]);
+    let mut other = start(&manager, &[4, 5, 6]);
+    manager.free(&handle).unwrap();
+    let stale = KvError::StaleHandle { cache_id: handle.cache_id() };
+    let row = [1.0; WIDTH];
+    refuses(&manager, || write(&manager, &mut handle, 0, 0, &[9.0]), &stale);
+    refuses(&manager, || manager.extend(&mut handle, 1), &stale);
+    refuses(&manager, || manager.truncate(&mut handle, 1), &stale);
+    refuses(&manager, || manager.commit(&mut handle, &[]), &stale);
+    refuses(&manager, || manager.fork(&handle, None), &stale);
+    refuses(&manager, || manager.view(&handle, 0, 0, 1), &stale);
+    refuses(&manager, || handle.key_cache(0), &stale);
+    refuses(&manager, || handle.clone_handle(), &stale);
+    let (mut k, mut v) = (row, row);
+    refuses(&manager, || manager.read_range_into(&handle, 0, 0, 1, &mut k, &mut v), &stale);
+    let rows = [1.0; 2 * WIDTH];
+    let mut both = [&mut other, &mut handle];
+    refuses(&manager, || manager.write_many(0, &mut both, &[0, 0], &rows, &rows), &stale);
+    check(&manager, &other, &[4, 5, 6]);
+}
+
+#[test]
+fn a_handle_of_another_manager_is_refused() {
+    let (manager, other) = (manager(4), manager(4));
+    let mut handle = start(&manager, &[1, 2, 3]);
+    let foreign = KvError::ForeignHandle { cache_id: handle.cache_id() };
+    refuses(&other, || other.extend(&mut handle, 1), &foreign);
+    refuses(&other, || other.free(&handle), &foreign);
+    let clone = manager.clone();
+    assert_eq!(clone.free(&handle), Ok(()));
+}
+
+#[test]
+fn the_prefix_cache_is_not_reset_while_blocks_are_in_use() {
+    let manager = manager(4);
+    let handle = start(&manager, &[1, 2, 3, 4, 5]);
+    refuses(&manager, || manager.reset_prefix_cache(), &KvError::BlocksInUse { in_use: 2 });
+    let view = manager.view(&handle, 0, 0, 4).unwrap();
+    drop(handle);
+    refuses(&manager, || manager.reset_prefix_cache(), &KvError::BlocksInUse { in_use: 1 });
+    drop(view);
+    manager.reset_prefix_cache().unwrap();
+    assert_eq!(manager.probe(&[1, 2, 3, 4, 5], &PLAIN), Ok(0));
+}
+
+#[test]
+fn what_holds_blocks_is_reported() {
+    let manager = manager(4);
+    let named = RequestOptions { request_id: Some("a"), ..PLAIN };
+    let handle = manager.allocate(&[1, 2, 3, 4, 5], &named).unwrap();
+    let view = manager.view(&handle, 1, 3, 5).unwrap();
+    let report = manager.leak_report();
+    assert_eq!(report.sequences.len(), 1);
+    assert_eq!(report.sequences[0].request_id.as_deref(), Some("a"));
+    assert_eq!(report.sequences[0].cache_id, handle.cache_id());
+    assert_eq!(report.sequences[0].blocks, handle.block_table().physical_blocks);
+    assert_eq!(report.pinned_blocks.iter().map(|&(_, pins)| pins).collect::<Vec<_>>(), [1, 1]);
+    drop((handle, view));
+    assert!(manager.leak_report().is_empty());
+}
+
+// Content
+
+#[test]
+fn a_new_owner_finds_zeros() {
+    let manager = manager(3);
+    for canary in 1..50_u16 {
+        let mut handle = manager.allocate(&[0; 3 * BLOCK_SIZE], &PLAIN).unwrap();
+        for layer in 0..NUM_LAYERS {
+            assert_eq!(read(&manager, &handle, layer), [0.0; 3 * BLOCK_SIZE]);
+            let numbers = [f32::from(canary); 3 * BLOCK_SIZE];
+            write(&manager, &mut handle, layer, 0, &numbers).unwrap();
+        }
+    }
+}
+
+#[test]
+fn what_was_truncated_does_not_come_back() {
+    let manager = manager(4);
+    let mut handle = start(&manager, &[1, 2, 3, 4, 5, 6, 7]);
+    let fork = manager.fork(&handle, None).unwrap();
+    manager.truncate(&mut handle, 2).unwrap();
+    manager.extend(&mut handle, 4).unwrap();
+    for layer in 0..NUM_LAYERS {
+        assert_eq!(read(&manager, &handle, layer)[2..], [0.0; 4]);
+    }
+    check(&manager, &fork, &[1, 2, 3, 4, 5, 6, 7]);
+}
+
+#[test]
+fn a_fork_copies_the_one_block_that_is_written() {
+    let manager = manager(8);
+    let tokens = [1, 2, 3, 4, 5, 6];
+    let mut handle = start(&manager, &tokens);
+    let mut fork = manager.fork(&handle, Some("fork")).unwrap();
+    assert_eq!((blocks(&fork), manager.stats().num_in_use), (blocks(&handle), 2));
+
+    let copy = manager.extend(&mut fork, 1).unwrap().expect("the block is shared");
+    assert_eq!((copy.block_index, copy.from.get()), (1, blocks(&handle)[1]));
+    assert_eq!(blocks(&fork), [blocks(&handle)[0], copy.to.get()]);
+    compute(&manager, &mut fork, &[1, 2, 3, 4, 5, 6, 70], 6);
+    // The other one is alone with its block by now.
+    assert_eq!(manager.extend(&mut handle, 1), Ok(None));
+    compute(&manager, &mut handle, &[1, 2, 3, 4, 5, 6, 7], 6);
+    check(&manager, &fork, &[1, 2, 3, 4, 5, 6, 70]);
+    check(&manager, &handle, &[1, 2, 3, 4, 5, 6, 7]);
+    assert_eq!(manager.stats().num_copies, 1);
+}
+
+#[test]
+fn without_storage_the_bookkeeping_says_what_to_copy() {
+    let config = KvCacheManagerConfig { storage: Storage::Elsewhere, ..config(4) };
+    let manager = KvCacheManager::new(config).unwrap();
+    let mut handle = manager.allocate(&[1, 2, 3, 4, 5], &PLAIN).unwrap();
+    manager.commit(&mut handle, &[1, 2, 3, 4, 5]).unwrap();
+    let mut fork = manager.fork(&handle, None).unwrap();
+    let [first, second] = *handle.block_table().physical_blocks.as_slice() else { panic!() };
+    let copied = manager.extend(&mut fork, 1).unwrap().unwrap();
+    assert_eq!((copied.block_index, copied.from), (1, second));
+    let cut = manager.truncate(&mut fork, 3).unwrap().unwrap();
+    assert_eq!((cut.block_index, cut.from), (0, first));
+
+    refuses(&manager, || manager.view(&handle, 0, 0, 1), &KvError::NoStorage);
+    refuses(&manager, || write(&manager, &mut fork, 0, 0, &[1.0]), &KvError::NoStorage);
+    assert!(handle.key_cache(0).unwrap().is_none());
+    assert!(matches!(handle.key_cache(2), Err(KvError::LayerOutOfRange { .. })));
+    assert_eq!((manager.stats().block_bytes, handle.stats().memory_bytes), (0, 0));
+}
+
+#[test]
+fn a_committed_block_that_is_cut_is_shared_no_more() {
+    let manager = manager(3);
+    let tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9];
+    let mut handle = start(&manager, &tokens);
+    // Nobody else has it: it can not be found any more.
+    assert_eq!(manager.truncate(&mut handle, 7), Ok(None));
+    assert_eq!(manager.stats().num_committed, 1);
+    assert_eq!(handle.num_committed_tokens(), 7);
+    manager.extend(&mut handle, 2).unwrap();
+    compute(&manager, &mut handle, &tokens, 7);
+
+    // A fork has it, and of the three blocks none is free before the cut.
+    let fork = manager.fork(&handle, None).unwrap();
+    let none = KvError::OutOfBlocks { needed: 1, free: 0, evictable: 0, pinned: 0 };
+    refuses(&manager, || manager.truncate(&mut handle, 6), &none);
+    drop(fork);
+    let mut fork = manager.fork(&handle, None).unwrap();
+    manager.truncate(&mut fork, 8).unwrap();
+    let copy = manager.truncate(&mut handle, 6).unwrap().expect("the cut frees a block");
+    assert_eq!(copy, BlockCopy { block_index: 1, ..copy });
+    check(&manager, &handle, &tokens[..6]);
+    check(&manager, &fork, &tokens[..8]);
+    assert_eq!(manager.probe(&tokens, &PLAIN), Ok(8));
+}
+
+#[test]
+fn a_committed_block_that_is_overwritten_can_not_be_found() {
+    let manager = manager(8);
+    let tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9];
+    let mut handle = start(&manager, &tokens);
+    write(&manager, &mut handle, 0, 5, &[0.5]).unwrap();
+    assert_eq!(manager.probe(&tokens, &PLAIN), Ok(4));
+    assert_eq!(handle.num_committed_tokens(), 4);
+    compute(&manager, &mut handle, &tokens, 4);
+    assert_eq!(manager.probe(&tokens, &PLAIN), Ok(8));
+    check(&manager, &handle, &tokens);
+}
+
+#[test]
+fn a_view_stays_whatever_happens_to_the_sequence() {
+    let manager = manager(8);
+    let tokens = [1, 2, 3, 4, 5, 6];
+    let mut handle = start(&manager, &tokens);
+    let view = manager.view(&handle, 0, 1, 6).unwrap();
+    let expected = read(&manager, &handle, 0)[1..].to_vec();
+    let seen = view.segments().map(|segment| (segment.start(), segment.end()));
+    assert_eq!(seen.collect::<Vec<_>>(), [(1, 4), (4, 6)]);
+    assert_eq!((view.range(), view.len(), view.shape()), (1..6, 5, [5, 1, WIDTH]));
+
+    // Behind it, and in another layer: in place.
+    let before = blocks(&handle);
+    manager.extend(&mut handle, 1).unwrap();
+    write(&manager, &mut handle, 0, 6, &[7.0]).unwrap();
+    assert_eq!(blocks(&handle), before);
+    // In its way: in a copy.
+    write(&manager, &mut handle, 0, 5, &[0.5]).unwrap();
+    assert_ne!(blocks(&handle)[1], before[1]);
+    assert_eq!(read(&manager, &handle, 0)[5..], [0.5, 7.0]);
+    assert_eq!(numbers_of(&view), expected);
+
+    drop(handle);
+    let _others = [(), ()].map(|()| manager.allocate(&[0; 12], &PLAIN).unwrap());
+    assert_eq!(manager.stats().num_pinned, 2);
+    assert_eq!(numbers_of(&view), expected);
+    let full = KvError::OutOfBlocks { needed: 1, free: 0, evictable: 0, pinned: 2 };
+    refuses(&manager, || manager.allocate(&[9], &PLAIN), &full);
+    drop(manager);
+    assert_eq!(numbers_of(&view), expected);
+}
+
+#[test]
+fn a_view_of_one_layer_does_not_hold_up_the_next() {
+    let manager = manager(4);
+    let mut handle = manager.allocate(&[1, 2, 3], &PLAIN).unwrap();
+    let before = blocks(&handle);
+    write(&manager, &mut handle, 0, 2, &[3.0]).unwrap();
+    let view = manager.view(&handle, 0, 0, 3).unwrap();
+    write(&manager, &mut handle, 1, 2, &[3.0]).unwrap();
+    assert_eq!((blocks(&handle), view.len()), (before, 3));
+}
+
+#[test]
+fn the_table_can_be_edited_only_within_what_the_sequence_has() {
+    let manager = manager(8);
+    let mut handle = start(&manager, &[1, 2, 3, 4, 5, 6]);
+    let mut victim = start(&manager, &[7, 8, 9]);
+    let own = handle.block_table().clone();
+
+    let table = handle.block_table_mut();
+    table.physical_blocks[1] = victim.block_table().physical_blocks[0];
+    table.logical_to_physical[1] = victim.block_table().logical_to_physical[0];
+    let reason = "it names blocks that the sequence does not have there";
+    let foreign = KvError::InconsistentTable { reason };
+    refuses(&manager, || write(&manager, &mut handle, 0, 5, &[0.5]), &foreign);
+    refuses(&manager, || manager.view(&handle, 0, 0, 5), &foreign);
+    refuses(&manager, || manager.fork(&handle, None), &foreign);
+    refuses(&manager, || handle.key_cache(0), &foreign);
+    handle.block_table_mut().block_size = 1;
+    refuses(
+        &manager,
+        || manager.extend(&mut handle, 1),
+        &KvError::InconsistentTable { reason: "it has more tokens than its blocks can hold" },
+    );
+
+    // Put right again, and made longer as the original's callers do.
+    *handle.block_table_mut() = own;
+    handle.block_table_mut().extend_sequence(2).unwrap();
+    write(&manager, &mut handle, 0, 7, &[8.0]).unwrap();
+    assert_eq!(read(&manager, &handle, 0)[6..], [0.0, 8.0]);
+    handle.block_table_mut().truncate(3).unwrap();
+    check(&manager, &manager.fork(&handle, None).unwrap(), &[1, 2, 3]);
+    manager.extend(&mut handle, 0).unwrap();
+    assert_eq!((handle.num_tokens(), handle.stats().blocks_allocated), (3, 1));
+
+    *handle.block_table_mut() = victim.block_table().clone();
+    drop(handle); // gives back its own blocks, whatever its table says
+    manager.extend(&mut victim, 1).unwrap();
+    assert_eq!(read(&manager, &victim, 0)[..3], [1, 2, 3].map(|n| computed(&[7, 8, 9][..n], 0)));
+    manager.check_integrity().unwrap();
+}
+
+// Numbers
+
+#[test]
+fn every_token_that_was_asked_for_is_a_hit_or_a_miss() {
+    let manager = manager(4);
+    drop(start(&manager, &[1, 2, 3, 4, 5]));
+    drop(start(&manager, &[1, 2, 3, 4, 6, 7]));
+    assert!(manager.allocate(&[0; 20], &PLAIN).is_err());
+    let stats = manager.stats();
+    assert_eq!((stats.query_tokens, stats.hit_tokens, stats.miss_tokens), (11, 4, 7));
+    assert_eq!((stats.num_free, stats.num_cached, stats.num_in_use), (3, 1, 0));
+    drop(manager.allocate(&[9; 16], &PLAIN).unwrap());
+    assert_eq!((manager.stats().num_evictions, manager.stats().num_cached), (1, 0));
+}
+
+#[test]
+fn a_picture_shows_holders_pins_keys_and_the_queue() {
+    let manager = manager(3);
+    let handle = start(&manager, &[1, 2, 3, 4, 5]);
+    let _fork = manager.fork(&handle, None).unwrap();
+    let _views = [0, 1].map(|layer| manager.view(&handle, layer, 0, 4).unwrap());
+    let picture = manager.inspect();
+    assert_eq!(picture.free_queue.iter().map(|block| block.get()).collect::<Vec<_>>(), [3]);
+    let [first, second, third] = *picture.blocks.as_slice() else { panic!() };
+    assert_eq!((first.state, first.reference_count, first.pin_count), (BlockState::InUse, 2, 2));
+    assert!(first.key.is_some() && second.key.is_none());
+    assert_eq!((third.state, third.reference_count, third.pin_count), (BlockState::Free, 0, 0));
+}
+
+#[test]
+fn debug_output_has_no_content() {
+    let manager = manager(3);
+    let handle =
+        manager.allocate(&[123_456], &RequestOptions { cache_salt: Some(b"salt"), ..PLAIN });
+    let view = manager.view(handle.as_ref().unwrap(), 0, 0, 1);
+    let text = format!("{manager:?} {handle:?} {view:?}");
+    assert!(text.contains("num_free: 2") && !text.contains("123456"), "{text}");
+}
+
+// Threads
+
+#[test]
+fn who_matches_a_prefix_has_it_whatever_is_evicted_meanwhile() {
+    within(LIMIT, || {
+        let manager = manager(6);
+        let tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9];
+        drop(start(&manager, &tokens));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for other in 100..400 {
+                    // Takes all that is not in use, and so evicts.
+                    drop(manager.allocate(&[other; 12], &PLAIN));
+                }
+            });
+            for _ in 0..300 {
+                let Ok(handle) = manager.allocate(&tokens, &PLAIN) else { continue };
+                let cached = handle.num_cached_tokens();
+                for layer in 0..NUM_LAYERS {
+                    let found = read(&manager, &handle, layer);
+                    let expected = (0..cached).map(|at| computed(&tokens[..=at], layer));
+                    assert_eq!(found[..cached], expected.collect::<Vec<_>>());
+                    assert_eq!(found[cached..], vec![0.0; 9 - cached]);
+                }
+                let mut handle = handle;
+                compute(&manager, &mut handle, &tokens, cached);
+            }
+        });
+        manager.check_integrity().unwrap();
+        assert_eq!(manager.stats().num_in_use, 0);
+    });
+}
+
+#[test]
+fn a_sequence_that_is_freed_while_it_is_viewed_and_written_harms_nobody() {
+    within(LIMIT, || {
+        let manager = manager(4);
+        for round in 0..200_u16 {
+            let named = RequestOptions { request_id: Some("a"), ..PLAIN };
+            let mut handle = manager.allocate(&[1; 8], &named).unwrap();
+            let gate = Barrier::new(2);
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    gate.wait();
+                    manager.free_request("a").unwrap();
+                    let other = manager.allocate(&[2; 8], &PLAIN).unwrap();
+                    for _ in 0..4 {
+                        assert_eq!(read(&manager, &other, 0), [0.0; 8]);
+                    }
+                });
+                gate.wait();
+                let numbers = [f32::from(round + 1); 8];
+                let written = write(&manager, &mut handle, 0, 0, &numbers);
+                match (written, manager.view(&handle, 0, 0, 8)) {
+                    (Ok(()), Ok(view)) => assert_eq!(numbers_of(&view), numbers),
+                    (_, Err(error)) => assert!(matches!(error, KvError::StaleHandle { .. })),
+                    (Err(error), Ok(_)) => panic!("{error}, and then it was alive again"),
+                }
+            });
+            manager.check_integrity().unwrap();
+            assert_eq!(manager.stats().num_in_use, 0);
+        }
+    });
+}
+
+#[test]
+fn forks_that_are_written_at_once_do_not_see_each_other() {
+    within(LIMIT, || {
+        let manager = manager(24);
+        let tokens = [1, 2, 3, 4, 5, 6];
+        for _ in 0..50 {
+            let handle = start(&manager, &tokens);
+            let mut forks =
+                (0..4).map(|_| manager.fork(&handle, None).unwrap()).collect::<Vec<_>>();
+            let gate = Barrier::new(forks.len());
+            thread::scope(|scope| {
+                for (number, fork) in (1_u16..).zip(&mut forks) {
+                    let (manager, gate) = (&manager, &gate);
+                    scope.spawn(move || {
+                        gate.wait();
+                        let numbers = [f32::from(number); 3];
+                        write(manager, fork, 1, 3, &numbers).unwrap();
+                        assert_eq!(read(manager, fork, 1)[3..], numbers);
+                    });
+                }
+            });
+            for (number, fork) in (1_u16..).zip(&forks) {
+                assert_eq!(read(&manager, fork, 1)[3..], [f32::from(number); 3]);
+            }
+            check(&manager, &handle, &tokens);
+            manager.check_integrity().unwrap();
+        }
+    });
+}
+
+#[test]
+fn many_sequences_are_written_in_one_call_as_they_are_one_by_one() {
+    let manager = manager(8);
+    let handle = start(&manager, &[1, 2, 3, 4, 5]);
+    let mut handles = (0..3).map(|_| manager.fork(&handle, None).unwrap()).collect::<Vec<_>>();
+    let numbers = [7.0, 8.0, 9.0];
+    let mut all = handles.iter_mut().collect::<Vec<_>>();
+    manager.write_many(0, &mut all, &[4, 1, 4], &keys(&numbers), &values(&numbers)).unwrap();
+    for (handle, (at, number)) in handles.iter().zip([(4, 7.0), (1, 8.0), (4, 9.0)]) {
+        assert_eq!(read(&manager, handle, 0)[at..=at], [number]);
+        assert_eq!(read(&manager, handle, 1), read(&manager, &handles[0], 1));
+    }
+    check(&manager, &handle, &[1, 2, 3, 4, 5]);
+    manager.check_integrity().unwrap();
+}
+
+#[test]
+fn what_a_server_shares_can_be_sent_to_other_threads() {
+    fn shared<T: Send + Sync>(_: &T) {}
+    let manager = manager(1);
+    let handle = manager.allocate(&[1], &PLAIN).unwrap();
+    shared(&manager);
+    shared(&manager.view(&handle, 0, 0, 1));
+    shared(&handle);
+}
