@@ -588,6 +588,33 @@ fn debug_output_has_no_content() {
     assert!(text.contains("num_free: 2") && !text.contains("123456"), "{text}");
 }
 
+#[test]
+fn the_errors_read_well() {
+    let name = || "a".to_owned();
+    for (error, text) in [
+        (KvError::LayerOutOfRange { layer: 2, num_layers: 2 }, "there is no layer 2: there are 2"),
+        (KvError::LayersDiffer { layer: 1 }, "layer 1 does not have the shape of layer 0"),
+        (
+            KvError::CountMismatch { what: "positions", given: 1, wanted: 2 },
+            "got 1 positions, but there are 2 sequences",
+        ),
+        (
+            KvError::StaleHandle { cache_id: name() },
+            "the handle a is stale: its sequence was freed",
+        ),
+        (KvError::ForeignHandle { cache_id: name() }, "the handle a belongs to another cache"),
+        (KvError::RequestExists { request_id: name() }, "there is a live request \"a\" already"),
+        (KvError::UnknownRequest { request_id: name() }, "there is no live request \"a\""),
+        (
+            KvError::TokenMismatch { token: 3 },
+            "token 3 is not the one that the sequence was allocated with",
+        ),
+        (KvError::NoStorage, "the cache has no storage: it keeps count of blocks alone"),
+    ] {
+        assert_eq!(error.to_string(), text);
+    }
+}
+
 // Threads
 
 #[test]

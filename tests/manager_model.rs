@@ -26,8 +26,19 @@ const GARBAGE: f32 = 0.5;
 #[derive(Clone, Debug)]
 enum Op {
     Allocate(Vec<u32>, usize),
-    Write { sequence: Index, layer: usize, start: Index, rows: usize, right: bool },
-    WriteMany { layer: usize, position: Index },
+    Write {
+        sequence: Index,
+        layer: usize,
+        start: Index,
+        rows: usize,
+        right: bool,
+    },
+    WriteMany {
+        layer: usize,
+        position: Index,
+    },
+    /// Writes all rows as they should be, and commits them.
+    Compute(Index),
     Commit(Index),
     Extend(Index, Vec<u32>),
     Truncate(Index, Index),
@@ -52,7 +63,8 @@ fn any_op() -> impl Strategy<Value = Op> {
             |(sequence, layer, start, rows, right)| Op::Write { sequence, layer, start, rows, right }
         ),
         2 => (layer(), index()).prop_map(|(layer, position)| Op::WriteMany { layer, position }),
-        8 => index().prop_map(Op::Commit),
+        8 => index().prop_map(Op::Compute),
+        4 => index().prop_map(Op::Commit),
         4 => (index(), tokens(0..6)).prop_map(|(at, tokens)| Op::Extend(at, tokens)),
         3 => (index(), index()).prop_map(|(at, len)| Op::Truncate(at, len)),
         3 => index().prop_map(Op::Fork),
@@ -94,13 +106,33 @@ impl Sequence {
         }
     }
 
-    /// Positions whose rows are right in all layers, from the first on.
-    fn num_right(&self) -> usize {
-        let is_right = |&at: &usize| {
-            (0..NUM_LAYERS)
-                .all(|layer| self.rows[layer][at].to_bits() == self.right(layer, at).to_bits())
-        };
-        (0..self.tokens.len()).take_while(is_right).count()
+    fn is_right(&self, layer: usize, position: usize) -> bool {
+        self.rows[layer][position].to_bits() == self.right(layer, position).to_bits()
+    }
+
+    /// Writes the rows that are not right, as far as there are blocks for copies.
+    fn compute(&mut self, manager: &KvCacheManager) {
+        for layer in 0..NUM_LAYERS {
+            for position in 0..self.tokens.len() {
+                let number = self.right(layer, position);
+                if !self.is_right(layer, position)
+                    && write(manager, &mut self.handle, layer, position, &[number]).is_ok()
+                {
+                    self.rows[layer][position] = number;
+                }
+            }
+        }
+    }
+
+    /// Commits the tokens whose rows are right in all layers, from the first on.
+    fn commit(&mut self, manager: &KvCacheManager) -> Result<()> {
+        let is_right = |&at: &usize| (0..NUM_LAYERS).all(|layer| self.is_right(layer, at));
+        let end = (0..self.tokens.len()).take_while(is_right).count();
+        let start = self.handle.num_committed_tokens();
+        if start < end {
+            manager.commit(&mut self.handle, &self.tokens[start..end])?;
+        }
+        Ok(())
     }
 }
 
@@ -148,12 +180,14 @@ impl World {
                 sequence.rows[*layer][positions].copy_from_slice(&numbers);
             }
             Op::WriteMany { layer, position } => self.write_many(*layer, *position)?,
+            Op::Compute(at) => {
+                let Some(sequence) = self.at(*at) else { return Ok(()) };
+                sequence.compute(&manager);
+                sequence.commit(&manager)?;
+            }
             Op::Commit(at) => {
                 let Some(sequence) = self.at(*at) else { return Ok(()) };
-                let (start, end) = (sequence.handle.num_committed_tokens(), sequence.num_right());
-                if start < end {
-                    manager.commit(&mut sequence.handle, &sequence.tokens[start..end])?;
-                }
+                sequence.commit(&manager)?;
             }
             Op::Extend(at, tokens) => {
                 let Some(sequence) = self.at(*at) else { return Ok(()) };

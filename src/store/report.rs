@@ -75,7 +75,7 @@ pub struct BlockPicture {
     pub state: BlockState,
     /// Sequences that hold it.
     pub reference_count: usize,
-    /// Views that pin it; one view can pin a block once for each layer.
+    /// Views that pin it.
     pub pin_count: usize,
     /// The name of its content, if it is committed.
     pub key: Option<BlockKey>,
