@@ -234,11 +234,10 @@ impl<T: Element> PagedKvCacheHandle<T> {
             parts.push((&*lease, table, tokens));
         }
         let entered = parts.iter().map(|(lease, ..)| lease.enter()).collect::<Result<Vec<_>>>()?;
-        let wants =
+        let wanted =
             parts.iter().flat_map(|(lease, _, tokens)| lease.wants(Some(layer), tokens.clone()));
-        let wanted = wants.collect::<Vec<_>>();
         // Both are in the order of the sequences.
-        let mut copies = store.prepare(&wanted, None)?.copies.into_iter().peekable();
+        let mut copies = store.prepare(wanted, None)?.copies.into_iter().peekable();
         for (index, (lease, table, tokens)) in parts.into_iter().enumerate() {
             while let Some((_, copy)) = copies.next_if(|&(id, _)| id == lease.id()) {
                 table.replace_block(copy.block_index, copy.to)?;

@@ -104,8 +104,8 @@ impl<T: Element> Lease<T> {
         num_new: usize,
         _entered: &Entered<'_>,
     ) -> Result<(Vec<BlockId>, Vec<BlockCopy>)> {
-        let wanted = self.wants(layer, tokens).collect::<Vec<_>>();
-        let grant = self.store.prepare(&wanted, Some((self.id, num_new)))?;
+        let wanted = self.wants(layer, tokens);
+        let grant = self.store.prepare(wanted, Some((self.id, num_new)))?;
         Ok((grant.new, grant.copies.into_iter().map(|(_, copy)| copy).collect()))
     }
 

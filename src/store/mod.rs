@@ -139,7 +139,11 @@ impl<T: Element> Store<T> {
     /// Gives the sequence of each `wanted` block one that it alone has, or has it forget the key of
     /// the one it has, because some of its slots are about to change; and one sequence some new
     /// blocks. The fences of all of them are held.
-    pub(crate) fn prepare(&self, wanted: &[Want], grow: Option<(u64, usize)>) -> Result<Grant> {
+    pub(crate) fn prepare(
+        &self,
+        wanted: impl Iterator<Item = Want>,
+        grow: Option<(u64, usize)>,
+    ) -> Result<Grant> {
         let is_pinned = |block, want: &Want| {
             self.rows.as_ref().is_some_and(|rows| rows.is_pinned(block, want.layer, &want.slots))
         };

@@ -156,14 +156,14 @@ impl State {
     /// Decides first, then takes everything or nothing; see [`Store::prepare`](super::Store).
     pub(super) fn prepare(
         &mut self,
-        wanted: &[Want],
+        wanted: impl Iterator<Item = Want>,
         grow: Option<(u64, usize)>,
         is_pinned: impl Fn(BlockId, &Want) -> bool,
     ) -> Result<Grant> {
         let (mut replaced, mut renamed) = (Vec::new(), Vec::new());
         for want in wanted {
             let block = self.block(want.id, want.block_index)?;
-            if self.cache.pool().reference_count(block)? > 1 || is_pinned(block, want) {
+            if self.cache.pool().reference_count(block)? > 1 || is_pinned(block, &want) {
                 replaced.push((want.id, want.block_index, block));
             } else if self.cache.key(block)?.is_some() {
                 renamed.push(block);
