@@ -223,7 +223,7 @@ impl State {
         let (mut replaced, mut renamed) = (None, None);
         if let Some(last) = last.filter(|&last| pool.is_kept(last) == Ok(true)) {
             if pool.reference_count(last)? > 1 {
-                replaced = Some(((id, num_blocks - 1, last), last));
+                replaced = Some((id, num_blocks - 1, last));
                 let comes_free = |&block: &BlockId| {
                     pool.reference_count(block) == Ok(1) && pool.pin_count(block) == Ok(0)
                 };
@@ -241,7 +241,6 @@ impl State {
         }
         let mut new = Vec::new();
         self.cache.acquire(&[], usize::from(replaced.is_some()), &mut new)?;
-        let replaced = replaced.map(|(replaced, _)| replaced);
         let copies = self.replace(replaced.into_iter().zip(new))?;
         Ok(Grant { copies, ..Grant::default() })
     }
