@@ -162,7 +162,9 @@ impl<T: Element> BlockRows<T> {
         let (guard, _) = self.locate(&at)?;
         let _shared = guard.lock.read();
         let first = at.layer * self.geometry.shape.block_size;
-        let key = guard.pins.pin(first + at.slots.start..first + at.slots.end);
+        let rows = first + at.slots.start..first + at.slots.end;
+        // No row can change, so there is nothing to register.
+        let key = (!rows.is_empty()).then(|| guard.pins.pin(rows));
         Ok(PinnedBlockRows { rows: Arc::clone(self), at, key })
     }
 
@@ -228,7 +230,8 @@ pub(crate) struct PinnedBlockRows<T> {
     rows: Arc<BlockRows<T>>,
     /// Inside the buffer.
     at: BlockSlots,
-    key: PinKey,
+    /// `None` for no rows.
+    key: Option<PinKey>,
 }
 
 impl<T: Element> PinnedBlockRows<T> {
@@ -245,7 +248,9 @@ impl<T: Element> PinnedBlockRows<T> {
 
 impl<T> Drop for PinnedBlockRows<T> {
     fn drop(&mut self) {
-        self.rows.guards[self.at.block.index()].pins.unpin(&self.key);
+        if let Some(key) = &self.key {
+            self.rows.guards[self.at.block.index()].pins.unpin(key);
+        }
     }
 }
 
