@@ -380,8 +380,9 @@ def write_report(python_table: str, rust_table: str) -> None:
     begin, end = "<!-- measured -->", "<!-- /measured -->"
     text = REPORT.read_text()
     before, after = text.split(begin)[0], text.split(end)[1]
+    target = "bench-peers" if installed("torch") else "bench"
     measured = (
-        f"{begin}\n\nMeasured on {date.today()} with `make bench`: {machine()}.\n{versions()}.\n\n"
+        f"{begin}\n\nMeasured on {date.today()} with `make {target}`: {machine()}.\n{versions()}.\n\n"
         f"## Python\n\n{python_table}\n\n## Rust\n\n{RUST_LEGEND}\n\n{rust_table}\n\n{end}"
     )
     REPORT.write_text(before + measured + after)
