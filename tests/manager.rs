@@ -735,3 +735,13 @@ fn what_a_server_shares_can_be_sent_to_other_threads() {
     shared(&manager.view(&handle, 0, 0, 1));
     shared(&handle);
 }
+
+#[test]
+fn a_write_of_no_tokens_changes_nothing() {
+    let manager = manager(8);
+    let tokens = (0..9).collect::<Vec<_>>();
+    let mut handle = start(&manager, &tokens);
+    let before = (manager.inspect(), handle.num_committed_tokens());
+    manager.write(&mut handle, 0, 0, &[], &[]).expect("there is nothing to write");
+    assert_eq!((manager.inspect(), handle.num_committed_tokens()), before);
+}

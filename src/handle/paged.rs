@@ -206,7 +206,9 @@ impl<T: Element> PagedKvCacheHandle<T> {
         let rows = self.lease.store().rows()?;
         write_rows(rows, &self.table, layer, tokens, keys, values)?;
         drop(entered);
-        self.note_write(position);
+        if !keys.is_empty() {
+            self.note_write(position);
+        }
         Ok(())
     }
 

@@ -27,7 +27,7 @@ use crate::hash::BlockKey;
 use crate::ids::BlockId;
 use crate::memory::BlockRows;
 use crate::prefix::{Duplicates, PrefixCache};
-use state::{Grant, State};
+use state::{Fence, Grant, State};
 
 /// Blocks that sequences share.
 #[derive(Debug)]
@@ -85,9 +85,15 @@ impl<T: Element> Store<T> {
         self: &Arc<Self>,
         opening: &Opening<'_>,
     ) -> Result<(Lease<T>, Vec<BlockId>, usize)> {
-        let opened = self.state.lock().open(opening, self.shape.block_size)?;
-        let lease = Lease::new(Arc::clone(self), opened.id, opened.fence);
-        self.zero(&opened.dirty)?;
+        let fence = Arc::new(Fence::new(true));
+        // Before anybody can find the sequence by its name: until the blocks are zero, they can not be
+        // freed and go to another one.
+        let entered = fence.read();
+        let opened = self.state.lock().open(opening, self.shape.block_size, &fence)?;
+        let zeroed = self.zero(&opened.dirty);
+        drop(entered);
+        let lease = Lease::new(Arc::clone(self), opened.id, fence);
+        zeroed?;
         Ok((lease, opened.blocks, opened.num_hits))
     }
 

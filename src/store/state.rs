@@ -55,7 +55,6 @@ struct Counters {
 #[derive(Debug)]
 pub(super) struct Opened {
     pub(super) id: u64,
-    pub(super) fence: Arc<Fence>,
     pub(super) blocks: Vec<BlockId>,
     pub(super) num_hits: usize,
     /// New blocks that are not zero.
@@ -84,8 +83,13 @@ impl State {
         Self { cache, sequences, requests, counters }
     }
 
-    pub(super) fn open(&mut self, opening: &Opening<'_>, block_size: usize) -> Result<Opened> {
-        let opened = self.try_open(opening);
+    pub(super) fn open(
+        &mut self,
+        opening: &Opening<'_>,
+        block_size: usize,
+        fence: &Arc<Fence>,
+    ) -> Result<Opened> {
+        let opened = self.try_open(opening, fence);
         match &opened {
             Ok(opened) => {
                 let hit_tokens = opened.num_hits.saturating_mul(block_size);
@@ -98,13 +102,13 @@ impl State {
         opened
     }
 
-    fn try_open(&mut self, opening: &Opening<'_>) -> Result<Opened> {
+    fn try_open(&mut self, opening: &Opening<'_>, fence: &Arc<Fence>) -> Result<Opened> {
         self.check_request_id(opening.request_id)?;
         let mut blocks = Vec::new();
         let num_hits = self.cache.acquire(opening.keys, opening.num_blocks, &mut blocks)?;
         let dirty = self.take_dirty(&blocks[num_hits..])?;
-        let (id, fence) = self.register(opening.request_id, blocks.clone());
-        Ok(Opened { id, fence, blocks, num_hits, dirty })
+        let id = self.register(opening.request_id, blocks.clone(), fence);
+        Ok(Opened { id, blocks, num_hits, dirty })
     }
 
     /// Opens a sequence on the blocks that another one has.
@@ -117,7 +121,8 @@ impl State {
         self.check_request_id(request_id)?;
         let blocks = self.sequence(id)?.blocks[..num_blocks].to_vec();
         self.cache.hold(&blocks)?;
-        Ok(self.register(request_id, blocks))
+        let fence = Arc::new(Fence::new(true));
+        Ok((self.register(request_id, blocks, &fence), fence))
     }
 
     fn check_request_id(&self, request_id: Option<&str>) -> Result<()> {
@@ -127,15 +132,20 @@ impl State {
         }
     }
 
-    fn register(&mut self, request_id: Option<&str>, blocks: Vec<BlockId>) -> (u64, Arc<Fence>) {
-        let (id, fence) = (serial_number(), Arc::new(Fence::new(true)));
+    fn register(
+        &mut self,
+        request_id: Option<&str>,
+        blocks: Vec<BlockId>,
+        fence: &Arc<Fence>,
+    ) -> u64 {
+        let id = serial_number();
         if let Some(request_id) = request_id {
             self.requests.insert(request_id.to_owned(), id);
         }
         let (request_id, originals) = (request_id.map(str::to_owned), Vec::new());
-        let sequence = Sequence { request_id, blocks, originals, fence: Arc::clone(&fence) };
+        let sequence = Sequence { request_id, blocks, originals, fence: Arc::clone(fence) };
         self.sequences.insert(id, sequence);
-        (id, fence)
+        id
     }
 
     pub(super) fn find_request(&self, request_id: &str) -> Option<(u64, Arc<Fence>)> {
