@@ -484,6 +484,10 @@ impl<T: Element> LayerKvCache<T> {
 
     /// Returns a cache of its own with a copy of the tokens.
     ///
+    /// # Locking
+    ///
+    /// As for a closure that reads all tokens: what would change one waits for the copy.
+    ///
     /// # Errors
     ///
     /// [`KvError::OutOfMemory`].

@@ -93,7 +93,7 @@ impl Gate {
 
     /// Waits until nobody is inside; `None` if somebody is at `deadline`.
     ///
-    /// A thread that [visits](Self::is_visited) waits for itself: ask before the call.
+    /// A thread that [visits](Self::is_visited) waits for itself: ask before a call that waits.
     pub(super) fn exclusive(&self, deadline: Deadline) -> Option<Exclusive<'_>> {
         if let Some(lock) = self.lock.try_write() {
             return Some(Exclusive { _lock: lock, _turn: None });
@@ -102,12 +102,12 @@ impl Gate {
             return None;
         }
         let turn = deadline.lock(&self.turn)?;
-        let lock = match deadline {
-            Deadline::Now => self.lock.try_write(),
-            Deadline::At(instant) => self.lock.try_write_until(instant),
-            Deadline::Never => Some(self.lock.write()),
+        let lock = if let Deadline::At(instant) = deadline {
+            self.lock.try_write_until(instant)?
+        } else {
+            self.lock.write()
         };
-        Some(Exclusive { _lock: lock?, _turn: Some(turn) })
+        Some(Exclusive { _lock: lock, _turn: Some(turn) })
     }
 
     /// Whether a closure on this thread is inside.

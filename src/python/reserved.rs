@@ -100,7 +100,7 @@ impl PyReservedSpan {
     /// Raises ViewsAliveError (a BufferError), and leaves the reservation as it is, while arrays
     /// over the rows are alive. Discarding twice is fine.
     fn discard(&self, py: Python<'_>) -> PyResult<()> {
-        self.lease.release(py).map(drop)
+        self.lease.release(py)
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, Self>> {

@@ -104,7 +104,7 @@ impl PyKVSpan {
     /// Raises ViewsAliveError (a BufferError), and leaves the span as it is, while arrays,
     /// memoryviews, tensors, capsules or exporters over it are alive. Releasing twice is fine.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
-        self.lease.release(py).map(drop)
+        self.lease.release(py)
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, Self>> {

@@ -92,13 +92,13 @@ impl Lease {
         Ok(Tensor { memory, data, layout })
     }
 
-    /// Ends the lease; false if it was over before.
+    /// Ends the lease, if it is not over.
     ///
     /// # Errors
     ///
     /// `ViewsAliveError` if others have a share, `ForkedError` in a child; the lease goes on.
-    pub(in crate::python) fn release(&self, py: Python<'_>) -> PyResult<bool> {
-        self.take(py).map(|memory| memory.is_some())
+    pub(in crate::python) fn release(&self, py: Python<'_>) -> PyResult<()> {
+        self.take(py).map(drop)
     }
 
     /// Ends the lease and publishes the reserved rows.
