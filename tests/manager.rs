@@ -727,6 +727,44 @@ fn many_sequences_are_written_in_one_call_as_they_are_one_by_one() {
 }
 
 #[test]
+fn the_last_of_those_who_write_a_shared_block_keeps_it() {
+    let manager = manager(3);
+    let tokens = [1, 2, 3, 4];
+    let mut handles = vec![start(&manager, &tokens)];
+    handles.extend((1..3).map(|_| manager.fork(&handles[0], None).unwrap()).collect::<Vec<_>>());
+    let rows = keys(&[7.0, 8.0, 9.0]);
+    let mut all = handles.iter_mut().collect::<Vec<_>>();
+    manager.write_many(0, &mut all, &[3, 3, 0], &rows, &rows).expect("two more blocks will do");
+    assert_eq!(handles.iter().map(blocks).collect::<Vec<_>>(), [[2], [3], [1]]);
+    for (handle, (at, number)) in handles.iter().zip([(3, 7.0), (3, 8.0), (0, 9.0)]) {
+        let span = manager.view(handle, 0, 0, 4).unwrap();
+        let keys = span.segment(0).unwrap().keys.to_vec();
+        let mut expected = (1..=4).map(|end| computed(&tokens[..end], 0)).collect::<Vec<_>>();
+        expected[at] = number;
+        assert_eq!(keys, common::sequences::keys(&expected));
+    }
+    // What it was committed as is nobody's content any more.
+    assert_eq!(manager.stats().num_committed, 0);
+    assert_eq!(manager.stats().num_copies, 2);
+    manager.check_integrity().unwrap();
+}
+
+#[test]
+fn a_shared_block_that_a_view_pins_is_left_by_all_who_write_it() {
+    let manager = manager(3);
+    let mut one = start(&manager, &[1, 2, 3, 4]);
+    let mut other = manager.fork(&one, None).unwrap();
+    let view = manager.view(&one, 0, 0, 4).unwrap();
+    let before = numbers_of(&view);
+    let (rows, negated) = (keys(&[7.0, 8.0]), values(&[7.0, 8.0]));
+    manager.write_many(0, &mut [&mut one, &mut other], &[3, 3], &rows, &negated).unwrap();
+    assert_eq!([blocks(&one), blocks(&other)], [[2], [3]]);
+    assert_eq!(numbers_of(&view), before);
+    assert_eq!((read(&manager, &one, 0)[3], read(&manager, &other, 0)[3]), (7.0, 8.0));
+    manager.check_integrity().unwrap();
+}
+
+#[test]
 fn what_a_server_shares_can_be_sent_to_other_threads() {
     fn shared<T: Send + Sync>(_: &T) {}
     let manager = manager(1);

@@ -171,10 +171,17 @@ impl State {
         is_pinned: impl Fn(BlockId, &Want) -> bool,
     ) -> Result<Grant> {
         let (mut replaced, mut renamed) = (Vec::new(), Vec::new());
+        // How many of the sequences that have a block leave it to the others; the last one keeps it.
+        let mut leaving = BTreeMap::new();
         for want in wanted {
             let block = self.block(want.id, want.block_index)?;
-            if self.cache.pool().reference_count(block)? > 1 || is_pinned(block, &want) {
+            let others = self.cache.pool().reference_count(block)?.saturating_sub(1);
+            let is_shared = others > 0 && others > *leaving.get(&block).unwrap_or(&0);
+            if is_shared || is_pinned(block, &want) {
                 replaced.push((want.id, want.block_index, block));
+                if others > 0 {
+                    *leaving.entry(block).or_insert(0) += 1;
+                }
             } else if self.cache.key(block)?.is_some() {
                 renamed.push(block);
             }
