@@ -15,7 +15,7 @@ use crate::error::{KvError, Result};
 use crate::hash::KeyChain;
 use crate::ids::share;
 use crate::layer::KVSpan;
-use crate::memory::{BlockRows, BlockSlots};
+use crate::memory::{BlockRows, BlockSlots, Source, Target};
 use crate::store::{BlockCopy, Entered, Lease, Opening, PinnedBlocks, Store};
 
 /// A sequence of a [`KvCacheManager`](crate::KvCacheManager), and its hold on its blocks.
@@ -195,18 +195,18 @@ impl<T: Element> PagedKvCacheHandle<T> {
         &mut self,
         layer: usize,
         position: usize,
-        keys: &[T],
-        values: &[T],
+        keys: Source<'_, T>,
+        values: Source<'_, T>,
     ) -> Result<()> {
         self.sync()?;
-        let tokens = self.check_write(layer, position, keys, values)?;
+        let tokens = self.check_write(layer, position, keys.len(), values.len())?;
         let entered = self.lease.enter()?;
         let (_, copies) = self.lease.grow(Some(layer), tokens.clone(), 0, &entered)?;
         replace(&mut self.table, &copies)?;
         let rows = self.lease.store().rows()?;
         write_rows(rows, &self.table, layer, tokens, keys, values)?;
         drop(entered);
-        if !keys.is_empty() {
+        if keys.len() > 0 {
             self.note_write(position);
         }
         Ok(())
@@ -218,20 +218,19 @@ impl<T: Element> PagedKvCacheHandle<T> {
         layer: usize,
         handles: &mut [&mut Self],
         positions: &[usize],
-        keys: &[T],
-        values: &[T],
+        keys: Source<'_, T>,
+        values: Source<'_, T>,
     ) -> Result<()> {
         let width = store.rows()?.geometry().width;
-        check_rows(width, handles.len(), positions, keys, values)?;
+        check_rows(width, handles.len(), positions, keys.len(), values.len())?;
         let rows_of = |index: usize| {
             let row = index * width..(index + 1) * width;
-            (&keys[row.clone()], &values[row])
+            (keys.part(row.clone()), values.part(row))
         };
         let mut parts = Vec::with_capacity(handles.len());
         for (index, handle) in handles.iter_mut().enumerate() {
-            let (keys, values) = rows_of(index);
             handle.sync()?;
-            let tokens = handle.check_write(layer, positions[index], keys, values)?;
+            let tokens = handle.check_write(layer, positions[index], width, width)?;
             let Self { lease, table, .. } = &mut **handle;
             parts.push((&*lease, table, tokens));
         }
@@ -254,26 +253,27 @@ impl<T: Element> PagedKvCacheHandle<T> {
         Ok(())
     }
 
-    /// Checks the arguments of a write, and returns the tokens that it is for.
+    /// Checks the arguments of a write, whose keys and values have so many elements, and returns the
+    /// tokens that it is for.
     fn check_write(
         &self,
         layer: usize,
         position: usize,
-        keys: &[T],
-        values: &[T],
+        keys: usize,
+        values: usize,
     ) -> Result<Range<usize>> {
         let geometry = *self.lease.store().rows()?.geometry();
         let (width, num_layers) = (geometry.width, geometry.shape.num_layers);
-        if keys.len() != values.len() {
-            return Err(KvError::LengthMismatch { keys: keys.len(), values: values.len() });
+        if keys != values {
+            return Err(KvError::LengthMismatch { keys, values });
         }
-        if !keys.len().is_multiple_of(width) {
-            return Err(KvError::WidthMismatch { given: keys.len(), width });
+        if !keys.is_multiple_of(width) {
+            return Err(KvError::WidthMismatch { given: keys, width });
         }
         if layer >= num_layers {
             return Err(KvError::LayerOutOfRange { layer, num_layers });
         }
-        let (start, end) = (position, position.saturating_add(keys.len() / width));
+        let (start, end) = (position, position.saturating_add(keys / width));
         let len = self.num_tokens;
         if end > len {
             return Err(KvError::RangeOutOfBounds { start, end, len });
@@ -337,8 +337,8 @@ impl<T: Element> PagedKvCacheHandle<T> {
         &self,
         layer: usize,
         range: Range<usize>,
-        keys: &mut [T],
-        values: &mut [T],
+        keys: &mut Target<'_, T>,
+        values: &mut Target<'_, T>,
     ) -> Result<()> {
         let rows = self.lease.store().rows()?;
         let width = rows.geometry().width;
@@ -356,8 +356,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
             let elements = done..done + slots.len() * width;
             done = elements.end;
             let at = BlockSlots { block: self.table.physical_blocks[index], layer, slots };
-            let into_keys = (&mut keys[elements.clone()]).into();
-            rows.read(&at, &into_keys, &(&mut values[elements]).into())?;
+            rows.read(&at, &keys.part(elements.clone()), &values.part(elements))?;
         }
         self.touch();
         Ok(())
@@ -445,8 +444,8 @@ fn write_rows<T: Element>(
     table: &BlockTable,
     layer: usize,
     tokens: Range<usize>,
-    keys: &[T],
-    values: &[T],
+    keys: Source<'_, T>,
+    values: Source<'_, T>,
 ) -> Result<()> {
     let width = rows.geometry().width;
     let mut done = 0;
@@ -454,26 +453,26 @@ fn write_rows<T: Element>(
         let elements = done..done + slots.len() * width;
         done = elements.end;
         let at = BlockSlots { block: table.physical_blocks[index], layer, slots };
-        rows.write(&at, keys[elements.clone()].into(), values[elements].into())?;
+        rows.write(&at, keys.part(elements.clone()), values.part(elements))?;
     }
     Ok(())
 }
 
-/// Checks that there is a row and a position for each sequence.
-fn check_rows<T>(
+/// Checks that there is a row and a position for each sequence; keys and values have so many elements.
+fn check_rows(
     width: usize,
     num_sequences: usize,
     positions: &[usize],
-    keys: &[T],
-    values: &[T],
+    keys: usize,
+    values: usize,
 ) -> Result<()> {
-    if keys.len() != values.len() {
-        return Err(KvError::LengthMismatch { keys: keys.len(), values: values.len() });
+    if keys != values {
+        return Err(KvError::LengthMismatch { keys, values });
     }
-    if !keys.len().is_multiple_of(width) {
-        return Err(KvError::WidthMismatch { given: keys.len(), width });
+    if !keys.is_multiple_of(width) {
+        return Err(KvError::WidthMismatch { given: keys, width });
     }
-    for (what, given) in [("positions", positions.len()), ("rows", keys.len() / width)] {
+    for (what, given) in [("positions", positions.len()), ("rows", keys / width)] {
         if given != num_sequences {
             return Err(KvError::CountMismatch { what, given, wanted: num_sequences });
         }

@@ -1,6 +1,7 @@
 //! The front door to blocks: hands out sequences, and finds what they can share.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::config::BlockShape;
@@ -8,6 +9,7 @@ use crate::dtype::Element;
 use crate::error::{KvError, Result};
 use crate::handle::{PagedKvCacheHandle, PagedSpan};
 use crate::hash::{KeyChain, KeyRoot};
+use crate::memory::{Source, Target};
 use crate::prefix::Duplicates;
 use crate::store::{BlockCopy, Inspection, LeakReport, ManagerStats, Store};
 
@@ -340,6 +342,17 @@ impl<T: Element> KvCacheManager<T> {
         keys: &[T],
         values: &[T],
     ) -> Result<()> {
+        self.write_from(handle, layer, position, keys.into(), values.into())
+    }
+
+    pub(crate) fn write_from(
+        &self,
+        handle: &mut PagedKvCacheHandle<T>,
+        layer: usize,
+        position: usize,
+        keys: Source<'_, T>,
+        values: Source<'_, T>,
+    ) -> Result<()> {
         self.check(handle)?;
         handle.write(layer, position, keys, values)
     }
@@ -373,6 +386,17 @@ impl<T: Element> KvCacheManager<T> {
         positions: &[usize],
         keys: &[T],
         values: &[T],
+    ) -> Result<()> {
+        self.write_many_from(layer, handles, positions, keys.into(), values.into())
+    }
+
+    pub(crate) fn write_many_from(
+        &self,
+        layer: usize,
+        handles: &mut [&mut PagedKvCacheHandle<T>],
+        positions: &[usize],
+        keys: Source<'_, T>,
+        values: Source<'_, T>,
     ) -> Result<()> {
         handles.iter().try_for_each(|handle| self.check(handle))?;
         PagedKvCacheHandle::write_many(&self.store, layer, handles, positions, keys, values)
@@ -409,8 +433,20 @@ impl<T: Element> KvCacheManager<T> {
         keys_out: &mut [T],
         values_out: &mut [T],
     ) -> Result<()> {
+        let (mut keys, mut values) = (keys_out.into(), values_out.into());
+        self.read_range_to(handle, layer, start..end, &mut keys, &mut values)
+    }
+
+    pub(crate) fn read_range_to(
+        &self,
+        handle: &PagedKvCacheHandle<T>,
+        layer: usize,
+        range: Range<usize>,
+        keys: &mut Target<'_, T>,
+        values: &mut Target<'_, T>,
+    ) -> Result<()> {
         self.check(handle)?;
-        handle.read_range_into(layer, start..end, keys_out, values_out)
+        handle.read_range_into(layer, range, keys, values)
     }
 
     /// Says that `tokens` are what follows the committed ones, and that their keys and values are

@@ -4,6 +4,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::ptr::NonNull;
 
 use memmap2::{MmapMut, MmapRaw};
@@ -217,6 +218,15 @@ impl<T> Source<'_, T> {
     pub(crate) fn len(&self) -> usize {
         self.len
     }
+
+    /// Some of the elements.
+    pub(crate) fn part(&self, elements: Range<usize>) -> Self {
+        Self {
+            elements: part(self.elements, self.len, &elements),
+            len: elements.len(),
+            _owner: PhantomData,
+        }
+    }
 }
 
 impl<'a, T> From<&'a [T]> for Source<'a, T> {
@@ -237,6 +247,22 @@ impl<T> Target<'_, T> {
     pub(crate) fn len(&self) -> usize {
         self.len
     }
+
+    /// Some of the elements.
+    pub(crate) fn part(&mut self, elements: Range<usize>) -> Target<'_, T> {
+        Target {
+            elements: part(self.elements, self.len, &elements),
+            len: elements.len(),
+            _owner: PhantomData,
+        }
+    }
+}
+
+/// The address of the first of some of `len` elements.
+fn part<T>(all: NonNull<T>, len: usize, elements: &Range<usize>) -> NonNull<T> {
+    assert!(elements.start <= elements.end && elements.end <= len, "a part is inside the whole");
+    // SAFETY: the assertion keeps it inside the elements, or one past their end.
+    unsafe { all.add(elements.start) }
 }
 
 impl<'a, T> From<&'a mut [T]> for Target<'a, T> {
