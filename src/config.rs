@@ -1,7 +1,10 @@
 //! Geometry of a cache, and all arithmetic on sizes, which is checked here and nowhere else.
 
+use std::ops::Range;
+
 use crate::dtype::Element;
 use crate::error::{KvError, Result};
+use crate::ids::BlockId;
 
 /// Tokens a cache holds unless told otherwise.
 pub const DEFAULT_MAX_TOKENS_PER_SEQ: usize = 8192;
@@ -55,13 +58,59 @@ impl Default for KVCacheConfig {
     }
 }
 
+/// One row of a plane: the elements of a token, and what they are multiplied by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Row {
+    num_heads: usize,
+    /// Elements of all heads.
+    width: usize,
+    data_bytes: usize,
+    /// One scale a head; 0 for an element type without.
+    scale_bytes: usize,
+}
+
+/// Where a plane begins: its elements, and its scales, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Plane {
+    data_at: usize,
+    scales_at: usize,
+}
+
+/// Where some rows of a plane are: in bytes, and how many elements and scales they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) data_at: usize,
+    pub(crate) num_elements: usize,
+    pub(crate) scales_at: usize,
+    pub(crate) num_scales: usize,
+}
+
+impl Row {
+    fn new<T: Element>(num_heads: usize, head_dim: usize) -> Option<Self> {
+        let width = num_heads.checked_mul(head_dim)?;
+        let data_bytes = width.checked_mul(size_of::<T>())?;
+        let scale_bytes = num_heads.checked_mul(size_of::<T::Scale>())?;
+        Some(Self { num_heads, width, data_bytes, scale_bytes })
+    }
+
+    /// Where `rows` of `plane` are, which are inside it.
+    fn place(&self, plane: Plane, rows: &Range<usize>) -> Place {
+        Place {
+            data_at: plane.data_at + rows.start * self.data_bytes,
+            num_elements: rows.len() * self.width,
+            scales_at: plane.scales_at + rows.start * self.scale_bytes,
+            num_scales: rows.len() * self.num_heads,
+        }
+    }
+}
+
 /// A configuration that passed every check, with the sizes that follow from it.
 ///
 /// # Invariants
 ///
-/// No dimension is zero. `width = num_heads * head_dim`, `values_offset >= capacity * width`, and
-/// the whole buffer is at most `isize::MAX` bytes, so that no product of an index inside these
-/// bounds with `width` can overflow.
+/// No dimension is zero. The planes and their scales lie one after the other, and the whole buffer
+/// is at most `isize::MAX` bytes, so that no product of an index inside these bounds with the size
+/// of a row can overflow.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Geometry {
     pub(crate) capacity: usize,
@@ -69,16 +118,27 @@ pub(crate) struct Geometry {
     pub(crate) head_dim: usize,
     /// Elements of one token in one plane.
     pub(crate) width: usize,
-    /// Where the values begin, in elements; a multiple of the plane alignment.
-    pub(crate) values_offset: usize,
-    /// Elements of the buffer, keys and values together.
-    pub(crate) num_elements: usize,
+    /// Bytes of the buffer: keys and values, and the scales of both.
+    pub(crate) num_bytes: usize,
+    row: Row,
+    /// Keys and values. All that has any bytes is aligned as [`PLANE_ALIGNMENT_BYTES`] says.
+    planes: [Plane; 2],
 }
 
 impl Geometry {
     /// Heads and dimensions of a token.
     pub(crate) fn token_shape(&self) -> [usize; 2] {
         [self.num_heads, self.head_dim]
+    }
+
+    /// Bytes of one token in one plane.
+    pub(crate) fn row_bytes(&self) -> usize {
+        self.row.data_bytes + self.row.scale_bytes
+    }
+
+    /// Where keys and values of some rows are.
+    pub(crate) fn places(&self, rows: &Range<usize>) -> [Place; 2] {
+        self.planes.map(|plane| self.row.place(plane, rows))
     }
 
     pub(crate) fn new<T: Element>(config: &KVCacheConfig) -> Result<Self> {
@@ -93,31 +153,33 @@ impl Geometry {
                 return Err(KvError::InvalidConfig { field });
             }
         }
-        let itemsize = T::DTYPE.itemsize();
         let sizes = || {
-            let width = num_heads.checked_mul(hidden_dim_per_head)?;
-            let plane_elements = width.checked_mul(capacity)?;
-            let values_offset =
-                plane_elements.checked_next_multiple_of(PLANE_ALIGNMENT_BYTES / itemsize)?;
-            let num_elements = values_offset.checked_add(plane_elements)?;
-            let num_bytes = num_elements.checked_mul(itemsize)?;
+            let row = Row::new::<T>(num_heads, hidden_dim_per_head)?;
+            let (mut num_bytes, mut planes) = (0_usize, [Plane::default(); 2]);
+            let [keys, values] = &mut planes;
+            for (at, row_bytes) in [
+                (&mut keys.data_at, row.data_bytes),
+                (&mut values.data_at, row.data_bytes),
+                (&mut keys.scales_at, row.scale_bytes),
+                (&mut values.scales_at, row.scale_bytes),
+            ] {
+                // What has no bytes is anywhere.
+                if row_bytes > 0 {
+                    *at = num_bytes.checked_next_multiple_of(PLANE_ALIGNMENT_BYTES)?;
+                    num_bytes = row_bytes.checked_mul(capacity)?.checked_add(*at)?;
+                }
+            }
             isize::try_from(num_bytes).ok()?;
-            Some((width, values_offset, num_elements))
+            Some((row, planes, num_bytes))
         };
-        let (width, values_offset, num_elements) = sizes().ok_or(KvError::SizeOverflow {
+        let (row, planes, num_bytes) = sizes().ok_or(KvError::SizeOverflow {
             capacity,
             num_heads,
             head_dim: hidden_dim_per_head,
-            itemsize,
+            itemsize: T::DTYPE.itemsize(),
         })?;
-        Ok(Self {
-            capacity,
-            num_heads,
-            head_dim: hidden_dim_per_head,
-            width,
-            values_offset,
-            num_elements,
-        })
+        let (width, head_dim) = (row.width, hidden_dim_per_head);
+        Ok(Self { capacity, num_heads, head_dim, width, num_bytes, row, planes })
     }
 }
 
@@ -138,7 +200,8 @@ impl BlockShape {
     }
 }
 
-/// The sizes of many blocks in one buffer: `[block][layer][K or V][slot][head][dim]`.
+/// The sizes of many blocks in one buffer: `[block][layer][K or V][slot][head][dim]`, and after the
+/// elements of each block its scales, `[layer][K or V][slot][head]`.
 ///
 /// # Invariants
 ///
@@ -151,11 +214,11 @@ pub(crate) struct BlockGeometry {
     pub(crate) shape: BlockShape,
     /// Elements of one token in one plane.
     pub(crate) width: usize,
-    /// Elements of the keys, or of the values, of one layer of a block.
-    pub(crate) plane_elements: usize,
-    pub(crate) block_elements: usize,
-    pub(crate) num_elements: usize,
     pub(crate) block_bytes: usize,
+    pub(crate) num_bytes: usize,
+    row: Row,
+    /// Where the scales of a block begin in it.
+    scales_offset: usize,
 }
 
 impl BlockGeometry {
@@ -172,29 +235,40 @@ impl BlockGeometry {
                 return Err(KvError::InvalidConfig { field });
             }
         }
-        let itemsize = T::DTYPE.itemsize();
         let sizes = || {
             let num_places = num_blocks.checked_add(1)?;
-            let width = num_kv_heads.checked_mul(head_dim)?;
-            let plane_elements = width.checked_mul(block_size)?;
-            let block_elements = plane_elements.checked_mul(2)?.checked_mul(num_layers)?;
-            let num_elements = block_elements.checked_mul(num_places)?;
-            isize::try_from(num_elements.checked_mul(itemsize)?).ok()?;
-            Some(Self {
-                num_places,
-                shape,
-                width,
-                plane_elements,
-                block_elements,
-                num_elements,
-                block_bytes: block_elements * itemsize,
-            })
+            let row = Row::new::<T>(num_kv_heads, head_dim)?;
+            let num_rows = block_size.checked_mul(2)?.checked_mul(num_layers)?;
+            let scales_offset = num_rows
+                .checked_mul(row.data_bytes)?
+                .checked_next_multiple_of(align_of::<T::Scale>())?;
+            let block_bytes = num_rows.checked_mul(row.scale_bytes)?.checked_add(scales_offset)?;
+            let num_bytes = block_bytes.checked_mul(num_places)?;
+            isize::try_from(num_bytes).ok()?;
+            let width = row.width;
+            Some(Self { num_places, shape, width, block_bytes, num_bytes, row, scales_offset })
         };
         sizes().ok_or(KvError::SizeOverflow {
             capacity: num_blocks.saturating_mul(block_size).saturating_mul(num_layers),
             num_heads: num_kv_heads,
             head_dim,
-            itemsize,
+            itemsize: T::DTYPE.itemsize(),
+        })
+    }
+
+    /// Where a block begins, in bytes.
+    pub(crate) fn block_at(&self, block: BlockId) -> usize {
+        block.index() * self.block_bytes
+    }
+
+    /// Where keys and values of some slots are.
+    pub(crate) fn places(&self, block: BlockId, layer: usize, slots: &Range<usize>) -> [Place; 2] {
+        [0, 1].map(|side| {
+            let num_rows = (2 * layer + side) * self.shape.block_size;
+            let data_at = self.block_at(block) + num_rows * self.row.data_bytes;
+            let scales_at =
+                self.block_at(block) + self.scales_offset + num_rows * self.row.scale_bytes;
+            self.row.place(Plane { data_at, scales_at }, slots)
         })
     }
 }
@@ -207,7 +281,20 @@ mod tests {
     fn values_begin_on_a_cache_line_after_the_keys() {
         let config = KVCacheConfig { max_tokens_per_seq: 3, num_heads: 1, hidden_dim_per_head: 5 };
         let geometry = Geometry::new::<f32>(&config).unwrap();
-        assert_eq!((geometry.width, geometry.values_offset, geometry.num_elements), (5, 16, 31));
+        assert_eq!((geometry.width, geometry.num_bytes), (5, 124));
+        let [keys, values] = geometry.places(&(1..3));
+        assert_eq!((keys.data_at, keys.num_elements), (20, 10));
+        assert_eq!((values.data_at, values.num_elements), (84, 10));
+    }
+
+    #[test]
+    fn scales_begin_on_a_cache_line_after_the_values() {
+        let config = KVCacheConfig { max_tokens_per_seq: 3, num_heads: 2, hidden_dim_per_head: 5 };
+        let geometry = Geometry::new::<i8>(&config).unwrap();
+        let place =
+            |data_at, scales_at| Place { data_at, num_elements: 10, scales_at, num_scales: 2 };
+        assert_eq!(geometry.places(&(1..2)), [place(10, 136), place(74, 200)]);
+        assert_eq!((geometry.num_bytes, geometry.row_bytes()), (216, 18));
     }
 
     #[test]
@@ -232,9 +319,25 @@ mod tests {
     #[test]
     fn a_block_is_contiguous_and_the_null_block_has_a_place() {
         let geometry = BlockGeometry::new::<f32>(3, shape(4, 5, 2, 6)).unwrap();
-        assert_eq!((geometry.width, geometry.plane_elements), (12, 48));
-        assert_eq!((geometry.block_elements, geometry.block_bytes), (480, 1920));
-        assert_eq!((geometry.num_places, geometry.num_elements), (4, 1920));
+        assert_eq!((geometry.width, geometry.block_bytes), (12, 1920));
+        assert_eq!((geometry.num_places, geometry.num_bytes), (4, 7680));
+        let [keys, values] = geometry.places(block(2), 3, &(1..3));
+        assert_eq!((keys.data_at, keys.num_elements), (3840 + 6 * 192 + 48, 24));
+        assert_eq!(values.data_at - keys.data_at, 192);
+    }
+
+    #[test]
+    fn the_scales_of_a_block_lie_behind_its_elements_where_they_are_aligned() {
+        let geometry = BlockGeometry::new::<i8>(3, shape(1, 1, 1, 3)).unwrap();
+        // 6 bytes, 2 to align, and 2 scales.
+        assert_eq!((geometry.block_bytes, geometry.num_bytes), (16, 64));
+        let [keys, values] = geometry.places(block(2), 0, &(0..1));
+        assert_eq!((keys.data_at, keys.scales_at, keys.num_scales), (32, 40, 1));
+        assert_eq!((values.data_at, values.scales_at), (35, 44));
+    }
+
+    fn block(id: u32) -> BlockId {
+        BlockId::new(id).unwrap()
     }
 
     #[test]

@@ -590,11 +590,11 @@ impl<T: Element> PagedSpan<T> {
     /// Returns the tokens of one block, with their positions in the sequence; `None` past the last.
     pub fn segment(&self, index: usize) -> Option<KVSpan<'_, T>> {
         let shape = self.pinned.store().shape();
-        let [keys, values] = self.pinned.rows().get(index)?.slices();
+        let stored = self.pinned.rows().get(index)?.stored();
         let block_start = (self.range.start / shape.block_size + index) * shape.block_size;
         let start = block_start.max(self.range.start);
         let end = self.range.end.min(block_start + shape.block_size);
-        Some(KVSpan::new(shape.token_shape(), start..end, keys, values))
+        Some(KVSpan::new(shape.token_shape(), start..end, stored))
     }
 
     /// Returns all pieces in order.

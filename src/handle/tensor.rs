@@ -47,6 +47,12 @@ pub trait TensorLike: Send + Sync + fmt::Debug {
 
     /// Returns the bytes of a segment: some whole tokens, in C order. `None` past the last one.
     fn segment(&self, index: usize) -> Option<&[u8]>;
+
+    /// Returns what the heads of a segment are multiplied by, `[tokens, num_kv_heads]`; `None` past
+    /// the last one, and for types that need no scale.
+    fn scales(&self, _index: usize) -> Option<&[f32]> {
+        None
+    }
 }
 
 /// A shared tensor.
@@ -115,6 +121,15 @@ impl<S: Pieces> TensorLike for PlaneOf<S> {
             Plane::Keys => span.keys,
             Plane::Values => span.values,
         }))
+    }
+
+    fn scales(&self, index: usize) -> Option<&[f32]> {
+        let span = self.span.piece(index)?;
+        let scales = match self.plane {
+            Plane::Keys => span.key_scales,
+            Plane::Values => span.value_scales,
+        };
+        bytemuck::try_cast_slice(scales).ok().filter(|_| S::Element::DTYPE.has_scales())
     }
 }
 

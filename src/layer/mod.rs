@@ -352,7 +352,9 @@ impl<T: Element> LayerKvCache<T> {
     {
         // The range of the last `usize` is empty, but past any length all the same.
         let end = token_idx.saturating_add(1);
-        self.rows()?.visit(token_idx, Some(end), f).map_err(|error| for_token(error, token_idx))
+        self.rows()?
+            .visit(token_idx, Some(end), |keys, values| f(keys.data, values.data))
+            .map_err(|error| for_token(error, token_idx))
     }
 
     /// Calls `f` with the tokens `start_token..end_token`, where they lie.
@@ -373,7 +375,8 @@ impl<T: Element> LayerKvCache<T> {
     {
         let rows = self.rows()?;
         rows.visit(start_token, Some(end_token), |keys, values| {
-            f(KVSpan::new(rows.geometry().token_shape(), start_token..end_token, keys, values))
+            let range = start_token..end_token;
+            f(KVSpan::new(rows.geometry().token_shape(), range, [keys, values]))
         })
     }
 
@@ -632,7 +635,7 @@ impl<T: Element> fmt::Debug for LayerKvCache<T> {
     }
 }
 
-fn single_rows<'a, T>(
+fn single_rows<'a, T: Element>(
     entries: &[(usize, &'a [T], &'a [T])],
 ) -> impl Iterator<Item = RowWrite<'a, T>> + Clone {
     entries.iter().map(|&(at, keys, values)| RowWrite {

@@ -45,18 +45,17 @@ impl<T: Element> PinnedSpan<T> {
 
     /// Borrows the pinned tokens.
     pub fn span(&self) -> KVSpan<'_, T> {
-        let (keys, values) = self.rows.slices();
-        KVSpan::new(self.rows.geometry().token_shape(), self.range(), keys, values)
+        KVSpan::new(self.rows.geometry().token_shape(), self.range(), self.rows.stored())
     }
 
     /// Returns the keys, `[len, num_heads, head_dim]`.
     pub fn keys(&self) -> &[T] {
-        self.rows.slices().0
+        self.span().keys
     }
 
     /// Returns the values, `[len, num_heads, head_dim]`.
     pub fn values(&self) -> &[T] {
-        self.rows.slices().1
+        self.span().values
     }
 
     /// Returns the pinned tokens' positions in the cache.
@@ -117,8 +116,7 @@ impl<T: Element> ReservedSpan<T> {
 
     /// Borrows the rows for reading.
     pub fn span(&self) -> KVSpan<'_, T> {
-        let (keys, values) = self.rows.slices();
-        KVSpan::new(self.rows.geometry().token_shape(), self.range(), keys, values)
+        KVSpan::new(self.rows.geometry().token_shape(), self.range(), self.rows.stored())
     }
 
     /// Where the keys and the values are, for whoever shares this object to read and write.
@@ -129,7 +127,27 @@ impl<T: Element> ReservedSpan<T> {
 
     /// Borrows the keys and the values for writing, `[len, num_heads, head_dim]` each.
     pub fn keys_and_values_mut(&mut self) -> (&mut [T], &mut [T]) {
-        self.rows.slices_mut()
+        let [keys, values] = self.rows.stored_mut();
+        (keys.data, values.data)
+    }
+
+    /// Borrows the scales of the keys and of the values for writing, `[len, num_heads]` each; see
+    /// [`KVSpan::key_scales`]. Whoever writes elements that need scales writes those as well.
+    ///
+    /// ```
+    /// use kvspan::{KVCacheConfig, LayerKvCache};
+    ///
+    /// let config = KVCacheConfig { num_heads: 1, hidden_dim_per_head: 2, ..Default::default() };
+    /// let cache = LayerKvCache::<i8>::with_element(config);
+    /// let mut rows = cache.reserve(1)?;
+    /// rows.keys_and_values_mut().0.copy_from_slice(&[127, -64]);
+    /// rows.scales_mut().0[0] = 0.5; // 63.5 and -32
+    /// assert_eq!(rows.commit(), 0..1);
+    /// # Ok::<(), kvspan::KvError>(())
+    /// ```
+    pub fn scales_mut(&mut self) -> (&mut [T::Scale], &mut [T::Scale]) {
+        let [keys, values] = self.rows.stored_mut();
+        (keys.scales, values.scales)
     }
 
     /// Returns the positions that the rows will have.

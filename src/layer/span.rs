@@ -2,12 +2,16 @@
 
 use std::ops::Range;
 
+use crate::dtype::Element;
+use crate::memory::Stored;
+
 /// Keys and values of a range of tokens, borrowed where they lie.
 ///
 /// # Shapes
 ///
 /// `keys` and `values` are both `[len, num_heads, head_dim]` in C order: element `(t, h, d)` is at
-/// `(t * num_heads + h) * head_dim + d`, where `t` counts from the start of the span.
+/// `(t * num_heads + h) * head_dim + d`, where `t` counts from the start of the span. Where the type
+/// has scales, that element is to be multiplied by the scale at `t * num_heads + h`.
 ///
 /// # Examples
 ///
@@ -30,27 +34,39 @@ use std::ops::Range;
 /// # Ok::<(), kvspan::KvError>(())
 /// ```
 #[derive(Clone, Copy, PartialEq)]
-pub struct KVSpan<'a, T = f32> {
+pub struct KVSpan<'a, T: Element = f32> {
     /// The keys.
     pub keys: &'a [T],
     /// The values.
     pub values: &'a [T],
+    /// What each head of the keys is multiplied by, if its type needs that: `[len, num_heads]`.
+    pub key_scales: &'a [T::Scale],
+    /// The same for the values.
+    pub value_scales: &'a [T::Scale],
     start: usize,
     end: usize,
     num_heads: usize,
     head_dim: usize,
 }
 
-impl<'a, T> KVSpan<'a, T> {
+impl<'a, T: Element> KVSpan<'a, T> {
     /// `range` has as many tokens as `keys` and `values` have rows of `[num_heads, head_dim]`.
     pub(crate) fn new(
         [num_heads, head_dim]: [usize; 2],
         range: Range<usize>,
-        keys: &'a [T],
-        values: &'a [T],
+        [keys, values]: [Stored<'a, T>; 2],
     ) -> Self {
         let Range { start, end } = range;
-        Self { keys, values, start, end, num_heads, head_dim }
+        Self {
+            keys: keys.data,
+            values: values.data,
+            key_scales: keys.scales,
+            value_scales: values.scales,
+            start,
+            end,
+            num_heads,
+            head_dim,
+        }
     }
 
     /// Returns the first token's position in the cache.
@@ -96,7 +112,7 @@ impl<'a, T> KVSpan<'a, T> {
 }
 
 /// Says which tokens these are and what shape they have, never the data.
-impl<T> std::fmt::Debug for KVSpan<'_, T> {
+impl<T: Element> std::fmt::Debug for KVSpan<'_, T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("KVSpan")
             .field("tokens", &(self.start..self.end))

@@ -2,14 +2,15 @@
 
 #![expect(unsafe_code, reason = "slices of the shared buffer are made here, over claimed rows")]
 
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
 use parking_lot::RwLock;
 
-use super::buffer::{Buffer, Source, Target};
+use super::buffer::{Buffer, Source, Stored, Target};
 use super::pins::{PinKey, Pins};
-use crate::config::{BlockGeometry, BlockShape};
+use crate::config::{BlockGeometry, BlockShape, Place};
 use crate::dtype::Element;
 use crate::error::{KvError, Result};
 use crate::ids::BlockId;
@@ -26,9 +27,10 @@ use crate::ids::BlockId;
 #[derive(Debug)]
 pub(crate) struct BlockRows<T> {
     geometry: BlockGeometry,
-    buffer: Buffer<T>,
+    buffer: Buffer,
     /// By block id.
     guards: Vec<Guard>,
+    _elements: PhantomData<T>,
 }
 
 /// What keeps the users of one block apart.
@@ -57,7 +59,8 @@ impl<T: Element> BlockRows<T> {
         let reserved = guards.try_reserve_exact(geometry.num_places);
         reserved.map_err(|_| KvError::OutOfMemory { bytes })?;
         guards.resize_with(geometry.num_places, Guard::default);
-        Ok(Self { geometry, buffer: Buffer::zeroed(geometry.num_elements)?, guards })
+        let buffer = Buffer::zeroed(geometry.num_bytes)?;
+        Ok(Self { geometry, buffer, guards, _elements: PhantomData })
     }
 
     pub(crate) fn geometry(&self) -> &BlockGeometry {
@@ -71,7 +74,7 @@ impl<T: Element> BlockRows<T> {
         keys: Source<'_, T>,
         values: Source<'_, T>,
     ) -> Result<()> {
-        let (guard, planes) = self.locate(at)?;
+        let (guard, places) = self.locate(at)?;
         let wanted = at.slots.len() * self.geometry.width;
         for given in [keys.len(), values.len()] {
             if given != wanted {
@@ -80,9 +83,9 @@ impl<T: Element> BlockRows<T> {
         }
         let _exclusive = guard.lock.write();
         self.check_unpinned(guard, at.layer..at.layer + 1, &at.slots)?;
-        for (offset, source) in planes.into_iter().zip([keys, values]) {
+        for (place, source) in places.iter().zip([keys, values]) {
             // SAFETY: the lock is held exclusively, and no pin overlaps the rows.
-            unsafe { self.buffer.write(offset, source) };
+            unsafe { self.buffer.write(place, source) };
         }
         Ok(())
     }
@@ -94,7 +97,7 @@ impl<T: Element> BlockRows<T> {
         keys: &Target<'_, T>,
         values: &Target<'_, T>,
     ) -> Result<()> {
-        let (guard, planes) = self.locate(at)?;
+        let (guard, places) = self.locate(at)?;
         let wanted = at.slots.len() * self.geometry.width;
         for (plane, given) in [("keys", keys.len()), ("values", values.len())] {
             if given < wanted {
@@ -102,30 +105,29 @@ impl<T: Element> BlockRows<T> {
             }
         }
         let _shared = guard.lock.read();
-        for (offset, target) in planes.into_iter().zip([keys, values]) {
+        for (place, target) in places.iter().zip([keys, values]) {
             // SAFETY: the lock is held shared.
-            unsafe { self.buffer.read(offset, wanted, target) };
+            unsafe { self.buffer.read(place, target) };
         }
         Ok(())
     }
 
     /// Zeroes some slots of a block in all layers.
     pub(crate) fn zero(&self, block: BlockId, slots: Range<usize>) -> Result<()> {
-        let BlockGeometry { shape, block_elements, .. } = self.geometry;
+        let BlockGeometry { shape, block_bytes, .. } = self.geometry;
         let first = BlockSlots { block, layer: 0, slots: slots.clone() };
-        let (guard, [start, _]) = self.locate(&first)?;
+        let (guard, _) = self.locate(&first)?;
         let _exclusive = guard.lock.write();
         self.check_unpinned(guard, 0..shape.num_layers, &slots)?;
         if slots.len() == shape.block_size {
             // SAFETY: the lock is held exclusively, and the block has no pin.
-            unsafe { self.buffer.zero(start, block_elements) };
+            unsafe { self.buffer.zero_bytes(self.geometry.block_at(block), block_bytes) };
             return Ok(());
         }
         for layer in 0..shape.num_layers {
-            let (_, planes) = self.locate(&BlockSlots { layer, ..first.clone() })?;
-            for offset in planes {
+            for place in self.geometry.places(block, layer, &slots) {
                 // SAFETY: the lock is held exclusively, and no pin overlaps the rows.
-                unsafe { self.buffer.zero(offset, slots.len() * self.geometry.width) };
+                unsafe { self.buffer.zero::<T>(&place) };
             }
         }
         Ok(())
@@ -134,8 +136,8 @@ impl<T: Element> BlockRows<T> {
     /// Makes `to` a copy of `from`.
     pub(crate) fn copy(&self, from: BlockId, to: BlockId) -> Result<()> {
         let all = |block| BlockSlots { block, layer: 0, slots: 0..self.geometry.shape.block_size };
-        let (source, [source_at, _]) = self.locate(&all(from))?;
-        let (target, [target_at, _]) = self.locate(&all(to))?;
+        let (source, _) = self.locate(&all(from))?;
+        let (target, _) = self.locate(&all(to))?;
         if from == to {
             return Ok(());
         }
@@ -150,10 +152,9 @@ impl<T: Element> BlockRows<T> {
         }
         let slots = 0..self.geometry.shape.block_size;
         self.check_unpinned(target, 0..self.geometry.shape.num_layers, &slots)?;
-        // SAFETY: the source's lock is held shared.
-        let source = unsafe { self.buffer.slice(source_at, self.geometry.block_elements) };
-        // SAFETY: the target's lock is held exclusively, and it has no pin.
-        unsafe { self.buffer.write(target_at, source.into()) };
+        let [from, to] = [from, to].map(|block| self.geometry.block_at(block));
+        // SAFETY: the source's lock is held shared; the target's exclusively, and it has no pin.
+        unsafe { self.buffer.copy_bytes(from, to, self.geometry.block_bytes) };
         Ok(())
     }
 
@@ -181,10 +182,8 @@ impl<T: Element> BlockRows<T> {
         guard.is_some_and(|guard| self.count_pins(guard, layers, slots) > 0)
     }
 
-    /// The guard of the block, and where keys and values of the first slot begin. Fails for what is
-    /// not in the buffer.
-    fn locate(&self, at: &BlockSlots) -> Result<(&Guard, [usize; 2])> {
-        let BlockGeometry { width, plane_elements, .. } = self.geometry;
+    /// The guard of the block, and where keys and values are. Fails for what is not in the buffer.
+    fn locate(&self, at: &BlockSlots) -> Result<(&Guard, [Place; 2])> {
         let BlockShape { block_size, num_layers, .. } = self.geometry.shape;
         let (block, Range { start, end }) = (at.block, at.slots.clone());
         let Some(guard) = self.guards.get(block.index()) else {
@@ -197,9 +196,7 @@ impl<T: Element> BlockRows<T> {
         if start > end || end > block_size {
             return Err(KvError::RangeOutOfBounds { start, end, len: block_size });
         }
-        let plane = block.index() * self.geometry.block_elements + at.layer * 2 * plane_elements;
-        let keys = plane + start * width;
-        Ok((guard, [keys, keys + plane_elements]))
+        Ok((guard, self.geometry.places(block, at.layer, &at.slots)))
     }
 
     /// Asked with the guard's lock held exclusively, so that no pin is being made.
@@ -236,12 +233,11 @@ pub(crate) struct PinnedBlockRows<T> {
 
 impl<T: Element> PinnedBlockRows<T> {
     /// The keys and the values.
-    pub(crate) fn slices(&self) -> [&[T]; 2] {
-        let Ok((_, planes)) = self.rows.locate(&self.at) else { return [&[]; 2] };
-        let len = self.at.slots.len() * self.rows.geometry.width;
-        planes.map(|offset| {
+    pub(crate) fn stored(&self) -> [Stored<'_, T>; 2] {
+        let BlockSlots { block, layer, slots } = &self.at;
+        self.rows.geometry.places(*block, *layer, slots).map(|place| {
             // SAFETY: who changes rows of a block finds no pin on them first.
-            unsafe { self.rows.buffer.slice(offset, len) }
+            unsafe { self.rows.buffer.rows(&place) }
         })
     }
 }
@@ -315,7 +311,7 @@ mod tests {
         write(&rows, &at(1, 1, 0..4), 4.0).unwrap();
         rows.copy(id(1), id(2)).unwrap();
         assert_eq!(keys(&rows, 2, 0), [1.0, 1.0, 1.0, 3.0]);
-        assert_eq!(pin.slices(), [&[1.0; 4][..], &[-1.0; 4][..]]);
+        assert_eq!(pin.stored().map(|stored| stored.data), [&[1.0; 4][..], &[-1.0; 4][..]]);
         drop(pin);
         rows.zero(id(1), 1..3).unwrap();
         assert_eq!(keys(&rows, 1, 0), [1.0, 0.0, 0.0, 3.0]);
@@ -329,7 +325,7 @@ mod tests {
         write(&rows, &at(3, 1, 0..4), 7.0).unwrap();
         let pin = rows.pin(at(3, 1, 0..4)).unwrap();
         drop(rows);
-        assert_eq!(pin.slices()[0], [7.0; 8]);
+        assert_eq!(pin.stored()[0].data, [7.0; 8]);
     }
 
     #[test]

@@ -31,6 +31,6 @@ mod pins;
 mod rows;
 
 pub(crate) use block_rows::{BlockRows, BlockSlots, PinnedBlockRows};
-pub(crate) use buffer::{Source, Target};
+pub(crate) use buffer::{Source, Stored, Target};
 pub(crate) use deadline::{Deadline, Patience};
 pub(crate) use rows::{PinnedRows, ReservedRows, RowWrite, Rows};

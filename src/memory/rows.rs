@@ -2,6 +2,7 @@
 
 #![expect(unsafe_code, reason = "slices of the shared buffer are made here, over claimed rows")]
 
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::{RefUnwindSafe, UnwindSafe};
 #[cfg(feature = "python")]
@@ -11,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use super::buffer::{Buffer, Source, Target};
+use super::buffer::{Buffer, Source, Stored, StoredMut, Target};
 use super::deadline::{Deadline, Patience};
 use super::gate::{Exclusive, Gate};
 use super::pins::{PinKey, Pins};
@@ -27,13 +28,14 @@ const PREFAULT_STEP_BYTES: usize = 32 << 20;
 pub(crate) struct Rows<T> {
     geometry: Geometry,
     /// Allocated once, by whoever holds the tail.
-    buffer: OnceLock<Buffer<T>>,
+    buffer: OnceLock<Buffer>,
     /// Rows `0..len` are published. It grows under the tail, and shrinks under gate and tail both.
     /// The release store that publishes rows pairs with the acquire load in [`Rows::len`].
     len: AtomicUsize,
     tail: Mutex<Tail>,
     gate: Gate,
     pins: Pins,
+    _elements: PhantomData<T>,
 }
 
 // A panic in a visitor unwinds through guards only, and nothing here is changed while one runs.
@@ -51,7 +53,7 @@ struct Tail {
 
 /// One write: `rows` rows at row `at`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct RowWrite<'a, T> {
+pub(crate) struct RowWrite<'a, T: Element> {
     pub(crate) at: usize,
     pub(crate) rows: usize,
     pub(crate) keys: Source<'a, T>,
@@ -80,6 +82,7 @@ impl<T: Element> Rows<T> {
             tail: Mutex::default(),
             gate: Gate::default(),
             pins: Pins::default(),
+            _elements: PhantomData,
         }
     }
 
@@ -167,9 +170,9 @@ impl<T: Element> Rows<T> {
 
     /// Does the same where the system knows no way: zeros over rows that are zero, and that nobody
     /// can see, touch their pages. Step by step, so that nobody waits for the tail for long.
-    fn touch(&self, buffer: &Buffer<T>) -> Result<()> {
-        let Geometry { capacity, width, .. } = self.geometry;
-        let step = (PREFAULT_STEP_BYTES / (width * size_of::<T>())).max(1);
+    fn touch(&self, buffer: &Buffer) -> Result<()> {
+        let capacity = self.geometry.capacity;
+        let step = (PREFAULT_STEP_BYTES / self.geometry.row_bytes()).max(1);
         for start in (0..capacity).step_by(step) {
             let tail = self.lock_tail(Deadline::Never)?;
             let untouched = start.max(tail.high_water)..start.saturating_add(step).min(capacity);
@@ -189,13 +192,13 @@ impl<T: Element> Rows<T> {
         &self,
         start: usize,
         end: Option<usize>,
-        visitor: impl FnOnce(&[T], &[T]) -> R,
+        visitor: impl FnOnce(Stored<'_, T>, Stored<'_, T>) -> R,
     ) -> Result<R> {
         let _visit = self.gate.visit();
         let range = self.published(start, end)?;
         // SAFETY: the rows are published, and the gate is held shared until this function ends,
         // which the borrows can not outlive.
-        let (keys, values) = unsafe { self.slices(&range) };
+        let [keys, values] = unsafe { self.stored(&range) };
         Ok(visitor(keys, values))
     }
 
@@ -217,9 +220,9 @@ impl<T: Element> Rows<T> {
         let _shared = self.gate.shared(deadline).ok_or_else(|| busy(&range))?;
         self.check_published(&range)?;
         let Some(buffer) = self.buffer.get() else { return Ok(()) };
-        for (offset, target) in self.planes(&range).into_iter().zip([keys, values]) {
+        for (place, target) in self.geometry.places(&range).iter().zip([keys, values]) {
             // SAFETY: the rows are published, and the gate is held shared.
-            unsafe { buffer.read(offset, wanted, target) };
+            unsafe { buffer.read(place, target) };
         }
         Ok(())
     }
@@ -320,16 +323,16 @@ impl<T: Element> Rows<T> {
     }
 
     /// The buffer, allocated by the first who needs it.
-    fn allocated(&self, _tail: &Tail) -> Result<&Buffer<T>> {
+    fn allocated(&self, _tail: &Tail) -> Result<&Buffer> {
         if let Some(buffer) = self.buffer.get() {
             return Ok(buffer);
         }
-        let buffer = Buffer::zeroed(self.geometry.num_elements)?;
+        let buffer = Buffer::zeroed(self.geometry.num_bytes)?;
         Ok(self.buffer.get_or_init(|| buffer))
     }
 
     /// Zeroes those rows of an unpublished `range` that hold what was truncated or discarded.
-    fn zero_left_behind(&self, buffer: &Buffer<T>, tail: &Tail, range: Range<usize>) {
+    fn zero_left_behind(&self, buffer: &Buffer, tail: &Tail, range: Range<usize>) {
         let dirty = range.start..range.end.min(tail.high_water);
         if !dirty.is_empty() {
             // SAFETY: the rows are past the published ones and not reserved, and the tail is held.
@@ -340,41 +343,33 @@ impl<T: Element> Rows<T> {
     /// # Safety
     ///
     /// Nobody else reads or writes the rows meanwhile.
-    unsafe fn zero(&self, buffer: &Buffer<T>, range: &Range<usize>) {
-        for offset in self.planes(range) {
+    unsafe fn zero(&self, buffer: &Buffer, range: &Range<usize>) {
+        for place in self.geometry.places(range) {
             // SAFETY: the caller's promise.
-            unsafe { buffer.zero(offset, range.len() * self.geometry.width) };
+            unsafe { buffer.zero::<T>(&place) };
         }
     }
 
     /// # Safety
     ///
     /// Nobody else reads or writes the rows meanwhile.
-    unsafe fn copy_in(&self, buffer: &Buffer<T>, write: &RowWrite<'_, T>) {
-        let range = write.at..write.at + write.rows;
-        for (offset, source) in self.planes(&range).into_iter().zip([write.keys, write.values]) {
+    unsafe fn copy_in(&self, buffer: &Buffer, write: &RowWrite<'_, T>) {
+        let places = self.geometry.places(&(write.at..write.at + write.rows));
+        for (place, source) in places.iter().zip([write.keys, write.values]) {
             // SAFETY: the caller's promise.
-            unsafe { buffer.write(offset, source) };
+            unsafe { buffer.write(place, source) };
         }
     }
 
     /// # Safety
     ///
-    /// Nobody writes to the rows during `'a`.
-    unsafe fn slices<'a>(&'a self, range: &Range<usize>) -> (&'a [T], &'a [T]) {
-        let Some(buffer) = self.buffer.get() else { return (&[], &[]) };
-        let len = range.len() * self.geometry.width;
-        let [keys, values] = self.planes(range).map(|offset| {
+    /// Nobody writes to the rows while the borrows live.
+    unsafe fn stored(&self, range: &Range<usize>) -> [Stored<'_, T>; 2] {
+        let Some(buffer) = self.buffer.get() else { return [Stored::EMPTY; 2] };
+        self.geometry.places(range).map(|place| {
             // SAFETY: the caller's promise.
-            unsafe { buffer.slice(offset, len) }
-        });
-        (keys, values)
-    }
-
-    /// Where the keys and the values of row `range.start` begin.
-    fn planes(&self, range: &Range<usize>) -> [usize; 2] {
-        let keys = range.start * self.geometry.width;
-        [keys, self.geometry.values_offset + keys]
+            unsafe { buffer.rows(&place) }
+        })
     }
 
     fn check_width(&self, write: &RowWrite<'_, T>) -> Result<()> {
@@ -455,7 +450,7 @@ impl<'a, T: Element, I: Iterator<Item = RowWrite<'a, T>> + Clone> Batch<'_, T, I
     }
 
     /// Writes with the tail held, and with the gate held as well if any write is below the length.
-    fn extend(&self, buffer: &Buffer<T>, mut tail: MutexGuard<'_, Tail>) -> Result<()> {
+    fn extend(&self, buffer: &Buffer, mut tail: MutexGuard<'_, Tail>) -> Result<()> {
         let rows = self.rows;
         let len = rows.len().max(self.hull.end);
         if len > rows.len() {
@@ -472,7 +467,7 @@ impl<'a, T: Element, I: Iterator<Item = RowWrite<'a, T>> + Clone> Batch<'_, T, I
     /// # Safety
     ///
     /// Nobody else reads or writes the rows meanwhile.
-    unsafe fn copy_in(&self, buffer: &Buffer<T>) {
+    unsafe fn copy_in(&self, buffer: &Buffer) {
         for write in self.writes.clone() {
             // SAFETY: the caller's promise.
             unsafe { self.rows.copy_in(buffer, &write) };
@@ -520,9 +515,9 @@ impl<T: Element> PinnedRows<T> {
     }
 
     /// The keys and the values.
-    pub(crate) fn slices(&self) -> (&[T], &[T]) {
+    pub(crate) fn stored(&self) -> [Stored<'_, T>; 2] {
         // SAFETY: who writes published rows, or makes them unpublished, finds no pin on them first.
-        unsafe { self.rows.slices(&self.range) }
+        unsafe { self.rows.stored(&self.range) }
     }
 }
 
@@ -557,9 +552,9 @@ impl<T: Element> ReservedRows<T> {
     }
 
     /// The keys and the values.
-    pub(crate) fn slices(&self) -> (&[T], &[T]) {
+    pub(crate) fn stored(&self) -> [Stored<'_, T>; 2] {
         // SAFETY: nobody but this object's borrowers reaches the rows, and writing takes `&mut`.
-        unsafe { self.rows.slices(&self.range) }
+        unsafe { self.rows.stored(&self.range) }
     }
 
     /// Where the keys and the values are, for whoever shares this object to read and write. Whoever
@@ -567,19 +562,16 @@ impl<T: Element> ReservedRows<T> {
     #[cfg(feature = "python")]
     pub(crate) fn pointers(&self) -> [NonNull<T>; 2] {
         let Some(buffer) = self.rows.buffer.get() else { return [NonNull::dangling(); 2] };
-        let len = self.range.len() * self.rows.geometry.width;
-        self.rows.planes(&self.range).map(|offset| buffer.pointer(offset, len))
+        self.rows.geometry.places(&self.range).map(|place| buffer.pointer(&place))
     }
 
     /// The keys and the values, to be written.
-    pub(crate) fn slices_mut(&mut self) -> (&mut [T], &mut [T]) {
-        let Some(buffer) = self.rows.buffer.get() else { return (&mut [], &mut []) };
-        let len = self.range.len() * self.rows.geometry.width;
-        let [keys, values] = self.rows.planes(&self.range).map(|offset| {
+    pub(crate) fn stored_mut(&mut self) -> [StoredMut<'_, T>; 2] {
+        let Some(buffer) = self.rows.buffer.get() else { return Default::default() };
+        self.rows.geometry.places(&self.range).map(|place| {
             // SAFETY: nobody else reaches the rows, and the two planes do not overlap.
-            unsafe { buffer.slice_mut(offset, len) }
-        });
-        (keys, values)
+            unsafe { buffer.rows_mut(&place) }
+        })
     }
 
     /// Publishes the rows.

@@ -10,7 +10,7 @@ use crate::config::{
     DEFAULT_HIDDEN_DIM_PER_HEAD, DEFAULT_MAX_TOKENS_PER_SEQ, DEFAULT_NUM_HEADS, Geometry,
     KVCacheConfig,
 };
-use crate::dtype::DType;
+use crate::dtype::{DType, bf16, f16};
 
 /// The shape of a cache: one layer's keys and values of one sequence.
 ///
@@ -67,6 +67,9 @@ impl PyKVCacheConfig {
         };
         match dtype.0 {
             DType::F32 => Geometry::new::<f32>(&config)?,
+            DType::F16 => Geometry::new::<f16>(&config)?,
+            DType::BF16 => Geometry::new::<bf16>(&config)?,
+            DType::I8 => Geometry::new::<i8>(&config)?,
         };
         Ok(Self { config, dtype: dtype.0 })
     }
