@@ -194,7 +194,7 @@ impl KeyChain {
 
     /// Shortens the sequence to `new_len` tokens.
     ///
-    /// Extra keys of blocks that have no token left are forgotten. A block that is cut keeps its
+    /// Extra keys of blocks that lose their last token are forgotten. A block that is cut keeps its
     /// own: that can cost a hit later, and can never cause a wrong one.
     ///
     /// # Errors
@@ -205,10 +205,21 @@ impl KeyChain {
         if new_len > len {
             return Err(KvError::RangeOutOfBounds { start: 0, end: new_len, len });
         }
+        self.cut(len, new_len);
+        Ok(())
+    }
+
+    /// Shortens a sequence of `len` tokens, the last of which may be unknown here.
+    pub(crate) fn cut(&mut self, len: usize, new_len: usize) {
+        let [first, end] = [new_len, len].map(|len| len.div_ceil(widen(self.block_size)));
+        self.extra_keys.retain(|block_index, _| !(first..end).contains(block_index));
+        self.unextend(new_len);
+    }
+
+    /// Takes tokens back as if they had never been there.
+    pub(crate) fn unextend(&mut self, new_len: usize) {
         self.tokens.truncate(new_len);
         self.keys.truncate(new_len / widen(self.block_size));
-        self.extra_keys.split_off(&new_len.div_ceil(widen(self.block_size)));
-        Ok(())
     }
 
     /// Sets what else decides the content of a block: the digests of its images, for example.

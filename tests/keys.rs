@@ -154,6 +154,14 @@ fn extra_keys_go_with_the_last_token_of_their_block() {
     chain.truncate(1).unwrap();
     chain.extend(&[2]);
     assert_eq!(chain.keys(), keys);
+
+    // Those of a block that has no token yet stay.
+    chain.set_extra_keys(2, &["dog"]).unwrap();
+    let before = chain.clone();
+    chain.truncate(2).unwrap();
+    chain.extend(&[3]);
+    chain.truncate(2).unwrap();
+    assert_eq!(chain, before);
 }
 
 #[test]
@@ -221,8 +229,9 @@ proptest! {
                 }
                 Change::Truncate(new_len) if new_len <= tokens.len() => {
                     grown.truncate(new_len).unwrap();
+                    let emptied = new_len.div_ceil(block_size)..tokens.len().div_ceil(block_size);
                     tokens.truncate(new_len);
-                    extra_keys.retain(|&(block, _)| block < new_len.div_ceil(block_size));
+                    extra_keys.retain(|(block, _)| !emptied.contains(block));
                 }
                 Change::SetExtraKeys(block, keys) if block >= tokens.len() / block_size => {
                     grown.set_extra_keys(block, &keys).unwrap();

@@ -189,6 +189,44 @@ fn two_forks_that_disagree_about_a_shared_block_are_told() {
     manager.commit(&mut fork, &[1, 2, 3, 4]).unwrap();
 }
 
+#[test]
+fn extra_keys_of_blocks_that_are_not_there_yet_are_not_lost() {
+    let manager = manager(16);
+    let image: &[(usize, &[&[u8]])] = &[(1, &[b"a cat"])];
+    let tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9];
+    let of_the_image = RequestOptions { extra_keys: image, ..PLAIN };
+    let mut all = Vec::new();
+    for way in 0..4 {
+        let mut handle = manager.allocate(&tokens[..3], &of_the_image).unwrap();
+        match way {
+            0 => {}
+            1 => handle = manager.fork(&handle, None).unwrap(),
+            2 => {
+                manager.extend(&mut handle, 6).unwrap();
+                manager.truncate(&mut handle, 8).unwrap();
+            }
+            _ => {
+                let fork = manager.fork(&handle, None).unwrap();
+                manager.extend(&mut handle, 1).unwrap();
+                // Of the blocks that the two share, one has a key that the other does not know.
+                let mut other = manager.fork(&handle, None).unwrap();
+                manager.commit(&mut other, &[1, 2, 3, 0]).unwrap();
+                drop(fork);
+                let differs = manager.commit(&mut handle, &tokens[..4]).unwrap_err();
+                assert!(matches!(differs, KvError::WrongBlockState { .. }), "{differs}");
+                drop(other);
+                write(&manager, &mut handle, 0, 0, &[1.0]).unwrap();
+            }
+        }
+        let missing = tokens.len() - handle.num_tokens();
+        manager.extend(&mut handle, missing).unwrap();
+        compute(&manager, &mut handle, &tokens, 0);
+        assert_eq!(manager.probe(&tokens, &PLAIN), Ok(4), "in way {way}");
+        assert_eq!(manager.probe(&tokens, &of_the_image), Ok(8), "in way {way}");
+        all.push(handle);
+    }
+}
+
 // All or nothing
 
 #[test]

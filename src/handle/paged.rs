@@ -162,7 +162,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
         replace(&mut self.table, copy.as_slice())?;
         self.num_tokens = new_len;
         self.high_water = self.high_water.min(num_blocks * block_size);
-        self.chain.truncate(new_len.min(self.chain.tokens().len()))?;
+        self.chain.cut(len, new_len);
         self.num_committed_tokens = self.num_committed_tokens.min(new_len);
         self.num_cached_tokens = self.num_cached_tokens.min(new_len);
         Ok(copy)
@@ -174,7 +174,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
         let lease = self.lease.fork(self.table.num_blocks(), request_id, &entered)?;
         let num_tokens = self.readable();
         let mut chain = self.chain.clone();
-        chain.truncate(num_tokens.min(chain.tokens().len()))?;
+        chain.cut(self.num_tokens, num_tokens);
         Ok(Self {
             lease,
             table: self.table.clone(),
@@ -315,7 +315,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
                     }
                 }
                 Err(error) => {
-                    self.chain.truncate(num_known)?;
+                    self.chain.unextend(num_known);
                     return Err(error);
                 }
             }
