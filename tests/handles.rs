@@ -375,6 +375,19 @@ fn a_contiguous_handle_counts_the_tokens_that_all_layers_have() {
 }
 
 #[test]
+fn a_contiguous_handle_that_is_refused_an_append_shares_its_layers_still() {
+    let mut handle = ContiguousKvCacheHandle::make();
+    let clone = handle.clone_handle().unwrap();
+    let before = handle.layer(0).unwrap().clone();
+    let (row, rows) = ([6.0; WIDTH], [6.0; 4 * WIDTH]);
+    assert!(matches!(handle.append(0, &rows, &rows), Err(KvError::CapacityExceeded { .. })));
+    assert!(matches!(handle.append(0, &row, &rows), Err(KvError::LengthMismatch { .. })));
+    before.append(&row, &row).unwrap();
+    assert_eq!(handle.layer(0).unwrap().len(), 6);
+    drop(clone);
+}
+
+#[test]
 fn the_table_of_a_contiguous_handle_is_checked() {
     let mut handle = ContiguousKvCacheHandle::make();
     let kept = handle.block_table().clone();

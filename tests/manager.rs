@@ -303,6 +303,9 @@ fn a_manager_without_dimensions_is_refused() {
             assert_eq!(made.err(), Some(KvError::InvalidConfig { field }));
         }
     }
+    let long =
+        KvCacheManagerConfig { block_size: usize::MAX, storage: Storage::Elsewhere, ..config(1) };
+    assert!(matches!(KvCacheManager::new(long), Err(KvError::TooLarge { what: "block_size", .. })));
     let huge = KvCacheManagerConfig { head_dim: usize::MAX / 2, ..config(1) };
     assert!(matches!(KvCacheManager::new(huge), Err(KvError::SizeOverflow { .. })));
 }
@@ -355,6 +358,13 @@ fn a_stale_handle_can_do_nothing() {
     let mut both = [&mut other, &mut handle];
     refuses(&manager, || manager.write_many(0, &mut both, &[0, 0], &rows, &rows), &stale);
     check(&manager, &other, &[4, 5, 6]);
+
+    // Whatever else is wrong.
+    refuses(&manager, || write(&manager, &mut handle, 9, 9, &[9.0]), &stale);
+    refuses(&manager, || manager.truncate(&mut handle, 9), &stale);
+    refuses(&manager, || manager.commit(&mut handle, &[0; 9]), &stale);
+    refuses(&manager, || manager.view(&handle, 9, 9, 8), &stale);
+    refuses(&manager, || manager.write_many(0, &mut [&mut handle], &[9], &row, &row), &stale);
 }
 
 #[test]
@@ -489,6 +499,21 @@ fn a_committed_block_that_is_cut_is_shared_no_more() {
     check(&manager, &handle, &tokens[..6]);
     check(&manager, &fork, &tokens[..8]);
     assert_eq!(manager.probe(&tokens, &PLAIN), Ok(8));
+}
+
+#[test]
+fn what_was_made_room_for_is_given_back_at_any_length() {
+    let manager = manager(8);
+    let more = RequestOptions { lookahead: 10, ..PLAIN };
+    for len in [5, 4, 0] {
+        let mut handle = manager.allocate(&[1, 2, 3, 4, 5], &more).unwrap();
+        assert_eq!(manager.stats().num_in_use, 4);
+        manager.truncate(&mut handle, len).unwrap();
+        let needed = len.div_ceil(BLOCK_SIZE);
+        assert_eq!((manager.stats().num_in_use, blocks(&handle).len()), (needed, needed));
+        manager.truncate(&mut handle, len).unwrap();
+        assert_eq!(manager.stats().num_in_use, needed);
+    }
 }
 
 #[test]

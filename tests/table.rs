@@ -140,6 +140,14 @@ fn a_slot_that_is_too_large_a_number_is_an_error() {
     refuses(&table, |table| table.slot_mapping(0..1), KvError::SlotOverflow { token: 0 });
 }
 
+#[test]
+fn more_slots_than_there_is_memory_for_are_an_error() {
+    let size = usize::MAX / 2;
+    let table = table(size, [1], 1);
+    let too_much = KvError::OutOfMemory { bytes: usize::MAX };
+    refuses(&table, |table| table.slot_mapping(0..size), too_much);
+}
+
 /// The fields are public; whatever is in them, the worst is an error.
 #[test]
 fn contradicting_fields_are_found_and_never_cause_a_panic() {

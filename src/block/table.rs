@@ -187,7 +187,8 @@ impl BlockTable {
     ///
     /// # Errors
     ///
-    /// [`KvError::InvertedRange`] if it ends before it starts, and those of [`slot`](Self::slot).
+    /// [`KvError::InvertedRange`] if it ends before it starts, those of [`slot`](Self::slot), and
+    /// [`KvError::OutOfMemory`].
     ///
     /// # Examples
     ///
@@ -208,7 +209,9 @@ impl BlockTable {
             return Ok(Vec::new());
         }
         self.check_room(start, num_tokens)?;
-        let mut slots = Vec::with_capacity(num_tokens);
+        let mut slots = Vec::new();
+        let bytes = num_tokens.saturating_mul(size_of::<usize>());
+        slots.try_reserve_exact(num_tokens).map_err(|_| KvError::OutOfMemory { bytes })?;
         for (index, piece) in pieces(range, self.block_size) {
             let first = index * self.block_size;
             let last = self.slot_in_room(first + piece.end - 1)?;

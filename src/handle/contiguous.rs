@@ -107,12 +107,16 @@ impl<T: Element> ContiguousKvCacheHandle<T> {
     /// Those of [`layer`](Self::layer) and of [`LayerKvCache::append`].
     pub fn append(&mut self, layer: usize, keys: &[T], values: &[T]) -> Result<Range<usize>> {
         self.layer(layer)?;
-        if let Some(layers) = &mut self.layers
-            && Arc::get_mut(layers).is_none()
-        {
-            *layers = layers.iter().map(LayerKvCache::deep_clone).collect::<Result<_>>()?;
-        }
-        let range = self.layer(layer)?.append(keys, values)?;
+        let Some(layers) = &mut self.layers else { return Err(self.stale()) };
+        let range = if Arc::get_mut(layers).is_some() {
+            layers[layer].append(keys, values)?
+        } else {
+            let copies =
+                layers.iter().map(LayerKvCache::deep_clone).collect::<Result<Arc<[_]>>>()?;
+            let range = copies[layer].append(keys, values)?;
+            *layers = copies;
+            range
+        };
         self.table.sequence_length = self.num_tokens();
         self.touch();
         Ok(range)

@@ -108,6 +108,11 @@ impl<T: Element> PagedKvCacheHandle<T> {
         KvError::StaleHandle { cache_id: self.lease.cache_id() }
     }
 
+    /// Of a handle that is of no use any more, that is what to say first.
+    fn stale_or(&self, error: KvError) -> KvError {
+        if self.is_valid() { error } else { self.stale() }
+    }
+
     pub(crate) fn lease(&self) -> &Lease<T> {
         &self.lease
     }
@@ -148,15 +153,12 @@ impl<T: Element> PagedKvCacheHandle<T> {
 
     fn truncate_synced(&mut self, new_len: usize) -> Result<Option<BlockCopy>> {
         let (len, block_size) = (self.num_tokens, self.table.block_size);
+        let entered = self.lease.enter()?;
         if new_len > len {
             return Err(KvError::RangeOutOfBounds { start: 0, end: new_len, len });
         }
-        let entered = self.lease.enter()?;
-        if new_len == len {
-            return Ok(None);
-        }
         let num_blocks = BlockTable::blocks_needed_for_length(new_len, block_size);
-        let cut = !new_len.is_multiple_of(block_size);
+        let cut = new_len < len && !new_len.is_multiple_of(block_size);
         let copy = self.lease.shrink(num_blocks, cut, &entered)?;
         self.table.truncate(new_len)?;
         replace(&mut self.table, copy.as_slice())?;
@@ -199,8 +201,8 @@ impl<T: Element> PagedKvCacheHandle<T> {
         values: Source<'_, T>,
     ) -> Result<()> {
         self.sync()?;
-        let tokens = self.check_write(layer, position, keys.len(), values.len())?;
         let entered = self.lease.enter()?;
+        let tokens = self.check_write(layer, position, keys.len(), values.len())?;
         let (_, copies) = self.lease.grow(Some(layer), tokens.clone(), 0, &entered)?;
         replace(&mut self.table, &copies)?;
         let rows = self.lease.store().rows()?;
@@ -230,7 +232,8 @@ impl<T: Element> PagedKvCacheHandle<T> {
         let mut parts = Vec::with_capacity(handles.len());
         for (index, handle) in handles.iter_mut().enumerate() {
             handle.sync()?;
-            let tokens = handle.check_write(layer, positions[index], width, width)?;
+            let tokens = handle.check_write(layer, positions[index], width, width);
+            let tokens = tokens.map_err(|error| handle.stale_or(error))?;
             let Self { lease, table, .. } = &mut **handle;
             parts.push((&*lease, table, tokens));
         }
@@ -293,6 +296,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
 
     pub(crate) fn commit(&mut self, tokens: &[u32]) -> Result<()> {
         self.sync()?;
+        let entered = self.lease.enter()?;
         let (start, len) = (self.num_committed_tokens, self.num_tokens);
         let end = start.saturating_add(tokens.len());
         if end > len {
@@ -303,7 +307,6 @@ impl<T: Element> PagedKvCacheHandle<T> {
         if let Some(place) = differs {
             return Err(KvError::TokenMismatch { token: start + place });
         }
-        let entered = self.lease.enter()?;
         let num_known = self.chain.tokens().len();
         self.chain.extend(tokens.get(known.len()..).unwrap_or_default());
         if self.prefix_caching {

@@ -187,7 +187,7 @@ impl<T: Element> KvCacheManager<T> {
     /// # Errors
     ///
     /// [`KvError::InvalidConfig`] if a number is 0, [`KvError::TooLarge`] if ids can not name as many
-    /// blocks, [`KvError::SizeOverflow`], [`KvError::OutOfMemory`].
+    /// blocks or keys as many tokens of one, [`KvError::SizeOverflow`], [`KvError::OutOfMemory`].
     pub fn with_element(config: KvCacheManagerConfig) -> Result<Self> {
         let KvCacheManagerConfig { num_blocks, block_size, num_layers, num_kv_heads, .. } = config;
         for (field, value) in [
@@ -200,6 +200,8 @@ impl<T: Element> KvCacheManager<T> {
                 return Err(KvError::InvalidConfig { field });
             }
         }
+        // Every sequence has one.
+        KeyChain::new(KeyRoot::default().key()?, block_size)?;
         let shape = BlockShape { block_size, num_layers, num_kv_heads, head_dim: config.head_dim };
         let has_storage = config.storage == Storage::Owned;
         let store = Store::new(num_blocks, shape, config.duplicates, has_storage)?;
@@ -263,7 +265,9 @@ impl<T: Element> KvCacheManager<T> {
         handle.extend(additional)
     }
 
-    /// Makes `new_len` the length of a sequence, and gives back the blocks that it needs no more.
+    /// Makes `new_len` the length of a sequence, and gives back the blocks that it needs no more, those
+    /// of a [lookahead](RequestOptions::lookahead) included. Extra keys of blocks that lose their last
+    /// token are forgotten.
     ///
     /// If that cuts a committed block, then the sequence gets a copy of it, which is returned; or the
     /// block can not be found any more, if nobody else has it.
