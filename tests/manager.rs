@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use common::sequences::{
-    BLOCK_SIZE, NUM_LAYERS, WIDTH, computed, config, keys, numbers_of, read, values, write,
+    BLOCK_SIZE, NUM_LAYERS, WIDTH, config, keys, numbers_of, read, values, write,
 };
 use common::watchdog::within;
 use kvspan::{
@@ -29,6 +29,14 @@ const PLAIN: RequestOptions<'_> = RequestOptions {
 
 fn manager(num_blocks: usize) -> KvCacheManager {
     KvCacheManager::new(config(num_blocks)).expect("a small pool")
+}
+
+/// A number that the tokens up to a position, and the layer, decide. Never 0, which is what was not
+/// written.
+fn computed(tokens: &[u32], layer: usize) -> f32 {
+    let start = u32::try_from(layer).expect("a small number");
+    let mixed = tokens.iter().fold(start, |mixed, token| (mixed * 31 + token + 1) % 65_520);
+    f32::from(u16::try_from(mixed + 1).expect("less than 65521"))
 }
 
 /// Writes what is computed for the tokens from `start` on, in all layers, and commits them.

@@ -1,55 +1,93 @@
-//! Random sequences of calls on a manager and on a naive model of it, which has a list of numbers for
-//! each sequence and shares nothing. All content and all numbers are compared after each call.
+//! Random sequences of calls on a manager and on a naive model of it. What each call answers is
+//! compared, and after each call everything that can be asked, and all content.
 
 mod common {
+    pub(crate) mod books;
     pub(crate) mod sequences;
 }
 
+use std::collections::BTreeMap;
 use std::panic::{self, AssertUnwindSafe};
 
-use common::sequences::{
-    BLOCK_SIZE, NUM_LAYERS, computed, config, keys, numbers_of, read, values, write,
-};
+use common::books::{Books, Copy, Name};
+use common::sequences::{BLOCK_SIZE, NUM_LAYERS, config, keys, numbers_of, read, values, write};
 use kvspan::{
-    Duplicates, KvCacheHandle, KvCacheManager, KvCacheManagerConfig, KvError, PagedKvCacheHandle,
-    PagedSpan, RequestOptions, Result,
+    BlockCopy, BlockId, BlockKey, Duplicates, KvCacheHandle, KvCacheManager, KvCacheManagerConfig,
+    KvError, PagedKvCacheHandle, PagedSpan, RequestOptions, Storage,
 };
 use proptest::collection::vec;
+use proptest::option;
 use proptest::prelude::*;
-use proptest::sample::Index;
+use proptest::sample::{Index, select};
 use proptest::test_runner::{Config, FileFailurePersistence};
 
 const NUM_BLOCKS: usize = 9;
-/// What is no computed number.
-const GARBAGE: f32 = 0.5;
+const SALTS: [Option<&str>; 4] = [None, None, Some("a"), Some("")];
+const LORAS: [Option<&str>; 3] = [None, None, Some("a")];
+const NAMES: [&str; 3] = ["one", "two", "three"];
+
+type ExtraKeys = &'static [(usize, &'static [&'static [u8]])];
+const EXTRA_KEYS: [ExtraKeys; 6] = [
+    &[],
+    &[],
+    &[(0, &[b"cat"])],
+    &[(1, &[b"cat"])],
+    &[(1, &[b"cat", b"dog"]), (3, &[b"dog"])],
+    &[(2, &[b"", b""])],
+];
+
+/// What a request is, besides its tokens.
+#[derive(Clone, Copy, Debug)]
+struct Kind {
+    salt: Option<&'static str>,
+    lora: Option<&'static str>,
+    extra_keys: ExtraKeys,
+    request_id: Option<&'static str>,
+    lookahead: usize,
+}
 
 #[derive(Clone, Debug)]
 enum Op {
-    Allocate(Vec<u32>, usize),
+    Allocate(Vec<u32>, Kind),
+    Fork(Index, Option<&'static str>),
+    Extend(Index, usize),
+    Truncate(Index, Index),
     Write {
         sequence: Index,
         layer: usize,
         start: Index,
-        rows: usize,
-        right: bool,
+        count: usize,
     },
+    /// One row of every sequence that has tokens and that the bits choose.
     WriteMany {
         layer: usize,
         position: Index,
+        sequences: u8,
     },
-    /// Writes all rows as they should be, and commits them.
+    /// Commits some tokens: those that are known, and then others. Perhaps one of them is wrong.
+    Commit {
+        sequence: Index,
+        count: usize,
+        others: [u32; 8],
+        wrong: Option<Index>,
+    },
+    /// Writes all rows that are not committed, and commits them.
     Compute(Index),
-    Commit(Index),
-    Extend(Index, Vec<u32>),
-    Truncate(Index, Index),
-    Fork(Index),
     Free(Index),
-    FreeByName(Index),
-    View(Index, usize),
+    FreeByName(&'static str),
+    Close(Index),
+    Drop(Index),
+    View {
+        sequence: Index,
+        layer: usize,
+        start: Index,
+        len: usize,
+    },
     DropView(Index),
     EditLength(Index, usize),
     EditBlocks(Index),
     Reset,
+    UseStale(Index, usize),
 }
 
 fn any_op() -> impl Strategy<Value = Op> {
@@ -57,281 +95,402 @@ fn any_op() -> impl Strategy<Value = Op> {
     let tokens = |len| vec(0_u32..2, len);
     let index = any::<Index>;
     let layer = || 0..NUM_LAYERS;
+    let name = || option::weighted(0.3, select(&NAMES[..]));
+    let kind = (
+        select(&SALTS[..]),
+        select(&LORAS[..]),
+        prop_oneof![2 => Just(EXTRA_KEYS[0]), 1 => select(&EXTRA_KEYS[..])],
+        name(),
+        prop_oneof![2 => Just(0), 1 => 0_usize..7],
+    );
+    let kind = kind.prop_map(|(salt, lora, extra_keys, request_id, lookahead)| Kind {
+        salt,
+        lora,
+        extra_keys,
+        request_id,
+        lookahead,
+    });
+    let others = prop::array::uniform8(0_u32..2);
     prop_oneof![
-        6 => (tokens(0..14), 0_usize..6).prop_map(|(tokens, more)| Op::Allocate(tokens, more)),
-        8 => (index(), layer(), index(), 0_usize..7, prop::bool::weighted(0.8)).prop_map(
-            |(sequence, layer, start, rows, right)| Op::Write { sequence, layer, start, rows, right }
+        8 => (tokens(0..18), kind).prop_map(|(tokens, kind)| Op::Allocate(tokens, kind)),
+        4 => (index(), name()).prop_map(|(sequence, name)| Op::Fork(sequence, name)),
+        5 => (index(), 0_usize..7).prop_map(|(sequence, count)| Op::Extend(sequence, count)),
+        4 => (index(), index()).prop_map(|(sequence, len)| Op::Truncate(sequence, len)),
+        8 => (index(), layer(), index(), 0_usize..7).prop_map(
+            |(sequence, layer, start, count)| Op::Write { sequence, layer, start, count }
         ),
-        2 => (layer(), index()).prop_map(|(layer, position)| Op::WriteMany { layer, position }),
+        3 => (layer(), index(), any::<u8>()).prop_map(
+            |(layer, position, sequences)| Op::WriteMany { layer, position, sequences }
+        ),
+        6 => (index(), 0_usize..9, others, option::weighted(0.1, index())).prop_map(
+            |(sequence, count, others, wrong)| Op::Commit { sequence, count, others, wrong }
+        ),
         8 => index().prop_map(Op::Compute),
-        4 => index().prop_map(Op::Commit),
-        4 => (index(), tokens(0..6)).prop_map(|(at, tokens)| Op::Extend(at, tokens)),
-        3 => (index(), index()).prop_map(|(at, len)| Op::Truncate(at, len)),
-        3 => index().prop_map(Op::Fork),
-        3 => index().prop_map(Op::Free),
-        1 => index().prop_map(Op::FreeByName),
-        3 => (index(), layer()).prop_map(|(at, layer)| Op::View(at, layer)),
-        3 => index().prop_map(Op::DropView),
-        1 => (index(), 0_usize..20).prop_map(|(at, len)| Op::EditLength(at, len)),
+        2 => index().prop_map(Op::Free),
+        1 => select(&NAMES[..]).prop_map(Op::FreeByName),
+        1 => index().prop_map(Op::Close),
+        1 => index().prop_map(Op::Drop),
+        5 => (index(), layer(), index(), 0_usize..10).prop_map(
+            |(sequence, layer, start, len)| Op::View { sequence, layer, start, len }
+        ),
+        5 => index().prop_map(Op::DropView),
+        1 => (index(), 0_usize..20).prop_map(|(sequence, len)| Op::EditLength(sequence, len)),
         1 => index().prop_map(Op::EditBlocks),
         1 => Just(Op::Reset),
+        1 => (index(), 0_usize..8).prop_map(|(stale, way)| Op::UseStale(stale, way)),
     ]
-}
-
-struct Sequence {
-    name: String,
-    handle: PagedKvCacheHandle,
-    tokens: Vec<u32>,
-    rows: [Vec<f32>; NUM_LAYERS],
 }
 
 struct World {
     manager: KvCacheManager,
-    sequences: Vec<Sequence>,
-    views: Vec<(PagedSpan, Vec<f32>)>,
-    num_started: usize,
-    queries: u64,
-    hits: u64,
+    books: Books,
+    /// In the order of the model's sequences and views.
+    handles: Vec<PagedKvCacheHandle>,
+    views: Vec<PagedSpan>,
+    stale: Vec<PagedKvCacheHandle>,
+    keys: BTreeMap<Name, BlockKey>,
+    last_number: u16,
 }
 
-impl Sequence {
-    fn right(&self, layer: usize, position: usize) -> f32 {
-        computed(&self.tokens[..=position], layer)
-    }
+fn number(block: BlockId) -> usize {
+    block.get().try_into().expect("a small number")
+}
 
-    fn resize(&mut self, len: usize) {
-        self.tokens.resize(len, 0);
-        for rows in &mut self.rows {
-            rows.resize(len, 0.0);
-        }
-    }
+fn numbers(blocks: &[BlockId]) -> Vec<usize> {
+    blocks.iter().copied().map(number).collect()
+}
 
-    fn is_right(&self, layer: usize, position: usize) -> bool {
-        self.rows[layer][position].to_bits() == self.right(layer, position).to_bits()
-    }
-
-    /// Writes the rows that are not right, as far as there are blocks for copies.
-    fn compute(&mut self, manager: &KvCacheManager) {
-        for layer in 0..NUM_LAYERS {
-            for position in 0..self.tokens.len() {
-                let number = self.right(layer, position);
-                if !self.is_right(layer, position)
-                    && write(manager, &mut self.handle, layer, position, &[number]).is_ok()
-                {
-                    self.rows[layer][position] = number;
-                }
-            }
-        }
-    }
-
-    /// Commits the tokens whose rows are right in all layers, from the first on.
-    fn commit(&mut self, manager: &KvCacheManager) -> Result<()> {
-        let is_right = |&at: &usize| (0..NUM_LAYERS).all(|layer| self.is_right(layer, at));
-        let end = (0..self.tokens.len()).take_while(is_right).count();
-        let start = self.handle.num_committed_tokens();
-        if start < end {
-            manager.commit(&mut self.handle, &self.tokens[start..end])?;
-        }
-        Ok(())
-    }
+fn copy(copy: Option<BlockCopy>) -> Option<Copy> {
+    copy.map(|copy| (copy.block_index, number(copy.from), number(copy.to)))
 }
 
 impl World {
-    fn new(duplicates: Duplicates) -> Self {
-        let config = KvCacheManagerConfig { duplicates, ..config(NUM_BLOCKS) };
+    fn new(config: KvCacheManagerConfig) -> Self {
+        let books = Books::new(config.num_blocks, config.duplicates, config.prefix_caching);
         let manager = KvCacheManager::new(config).expect("a small pool");
-        let (sequences, views) = Default::default();
-        Self { manager, sequences, views, num_started: 0, queries: 0, hits: 0 }
+        let (handles, views, stale, keys) = Default::default();
+        Self { manager, books, handles, views, stale, keys, last_number: 0 }
     }
 
-    fn at(&mut self, index: Index) -> Option<&mut Sequence> {
-        let len = self.sequences.len();
-        (len > 0).then(|| &mut self.sequences[index.index(len)])
+    fn has_storage(&self) -> bool {
+        self.manager.config().storage == Storage::Owned
     }
 
-    fn step(&mut self, op: &Op) {
-        let before = (self.manager.inspect(), self.manager.stats());
-        if let Err(error) = self.apply(op) {
-            let (inspection, mut stats) = (self.manager.inspect(), self.manager.stats());
-            stats.num_failures = before.1.num_failures;
-            assert_eq!((inspection, stats), before, "{error} left a trace");
-            match error {
-                KvError::OutOfBlocks { .. } => {}
-                KvError::BlocksInUse { .. } => assert!(matches!(op, Op::Reset)),
-                KvError::InconsistentTable { .. } => assert!(matches!(op, Op::EditLength(..))),
-                error => panic!("{op:?} gave {error}"),
-            }
-        }
-        self.check();
+    fn at(&self, index: Index) -> Option<usize> {
+        (!self.handles.is_empty()).then(|| index.index(self.handles.len()))
     }
 
-    fn apply(&mut self, op: &Op) -> Result<()> {
-        let manager = self.manager.clone();
-        match op {
-            Op::Allocate(tokens, lookahead) => self.allocate(tokens, *lookahead)?,
-            Op::Write { sequence, layer, start, rows, right } => {
-                let Some(sequence) = self.at(*sequence) else { return Ok(()) };
-                let len = sequence.tokens.len();
-                let start = start.index(len + 1);
-                let positions = start..(start + rows).min(len);
-                let number = |at| if *right { sequence.right(*layer, at) } else { GARBAGE };
-                let numbers = positions.clone().map(number).collect::<Vec<_>>();
-                write(&manager, &mut sequence.handle, *layer, start, &numbers)?;
-                sequence.rows[*layer][positions].copy_from_slice(&numbers);
+    fn new_numbers(&mut self, count: usize) -> Vec<f32> {
+        let mut next = || {
+            self.last_number += 1;
+            f32::from(self.last_number)
+        };
+        (0..count).map(|_| next()).collect()
+    }
+
+    #[expect(clippy::too_many_lines, reason = "a few lines for each of many operations")]
+    fn apply(&mut self, op: &Op) {
+        match *op {
+            Op::Allocate(ref tokens, kind) => self.allocate(tokens, kind),
+            Op::Fork(sequence, name) => {
+                let Some(at) = self.at(sequence) else { return };
+                let forked = self.manager.fork(&self.handles[at], name);
+                let expected = self.books.fork(at, name);
+                assert_eq!(forked.map(|fork| self.handles.push(fork)), expected);
             }
-            Op::WriteMany { layer, position } => self.write_many(*layer, *position)?,
-            Op::Compute(at) => {
-                let Some(sequence) = self.at(*at) else { return Ok(()) };
-                sequence.compute(&manager);
-                sequence.commit(&manager)?;
+            Op::Extend(sequence, count) => {
+                let Some(at) = self.at(sequence) else { return };
+                let found = self.manager.extend(&mut self.handles[at], count);
+                assert_eq!(found.map(copy), self.books.extend(at, count));
             }
-            Op::Commit(at) => {
-                let Some(sequence) = self.at(*at) else { return Ok(()) };
-                sequence.commit(&manager)?;
+            Op::Truncate(sequence, len) => {
+                let Some(at) = self.at(sequence) else { return };
+                // Sometimes one too many.
+                let len = len.index(self.books.sequences[at].len() + 2);
+                let found = self.manager.truncate(&mut self.handles[at], len);
+                assert_eq!(found.map(copy), self.books.truncate(at, len));
             }
-            Op::Extend(at, tokens) => {
-                let Some(sequence) = self.at(*at) else { return Ok(()) };
-                manager.extend(&mut sequence.handle, tokens.len())?;
-                let len = sequence.tokens.len();
-                sequence.resize(len + tokens.len());
-                // What is known already decides.
-                let known = sequence.handle.tokens().len().max(len) - len;
-                sequence.tokens[len + known..].copy_from_slice(&tokens[known..]);
+            Op::Write { sequence, layer, start, count } => {
+                let Some(at) = self.at(sequence).filter(|_| self.has_storage()) else { return };
+                let start = start.index(self.books.sequences[at].len() + 1);
+                let numbers = self.new_numbers(count);
+                let found = write(&self.manager, &mut self.handles[at], layer, start, &numbers);
+                assert_eq!(found, self.books.write(layer, &[(at, start, &numbers)]));
             }
-            Op::Truncate(at, len) => {
-                let Some(sequence) = self.at(*at) else { return Ok(()) };
-                let len = len.index(sequence.tokens.len() + 1);
-                manager.truncate(&mut sequence.handle, len)?;
-                sequence.resize(len);
-            }
-            Op::Fork(at) => {
-                let name = self.name();
-                let Some(sequence) = self.at(*at) else { return Ok(()) };
-                let handle = manager.fork(&sequence.handle, Some(&name))?;
-                let (tokens, rows) = (sequence.tokens.clone(), sequence.rows.clone());
-                self.sequences.push(Sequence { name, handle, tokens, rows });
-            }
-            Op::Free(at) => {
-                if !self.sequences.is_empty() {
-                    self.sequences.remove(at.index(self.sequences.len()));
+            Op::WriteMany { layer, position, sequences } => {
+                if self.has_storage() {
+                    self.write_many(layer, position, sequences);
                 }
             }
-            Op::FreeByName(at) => {
-                if self.sequences.is_empty() {
-                    return Ok(());
+            Op::Commit { sequence, count, others, wrong } => {
+                let Some(at) = self.at(sequence) else { return };
+                let sequence = &self.books.sequences[at];
+                let known = sequence.name.tokens.iter().skip(sequence.committed);
+                let tokens = known.copied().chain(others).take(count);
+                let mut tokens = tokens.collect::<Vec<_>>();
+                if let Some(wrong) = wrong.filter(|_| !tokens.is_empty()) {
+                    tokens[wrong.index(count)] ^= 1;
                 }
-                let sequence = self.sequences.remove(at.index(self.sequences.len()));
-                manager.free_request(&sequence.name)?;
-                assert!(!sequence.handle.is_valid());
-                let stale = KvError::StaleHandle { cache_id: sequence.handle.cache_id() };
-                assert_eq!(manager.free(&sequence.handle), Err(stale));
+                let found = self.manager.commit(&mut self.handles[at], &tokens);
+                assert_eq!(found, self.books.commit(at, &tokens));
             }
-            Op::View(at, layer) => {
-                let Some(sequence) = self.at(*at) else { return Ok(()) };
-                let view = manager.view(&sequence.handle, *layer, 0, sequence.tokens.len())?;
-                let rows = sequence.rows[*layer].clone();
-                self.views.push((view, rows));
+            Op::Compute(sequence) => {
+                let Some(at) = self.at(sequence) else { return };
+                let start = self.books.sequences[at].committed;
+                let len = self.books.sequences[at].len();
+                let num_layers = if self.has_storage() { NUM_LAYERS } else { 0 };
+                for layer in 0..num_layers {
+                    let numbers = self.new_numbers(len - start);
+                    let found = write(&self.manager, &mut self.handles[at], layer, start, &numbers);
+                    let expected = self.books.write(layer, &[(at, start, &numbers)]);
+                    let refused = expected.is_err();
+                    assert_eq!(found, expected);
+                    if refused {
+                        return;
+                    }
+                }
+                let mut tokens = self.books.sequences[at].name.tokens.clone();
+                tokens.resize(len, 0);
+                let start = self.books.sequences[at].committed;
+                let found = self.manager.commit(&mut self.handles[at], &tokens[start..]);
+                assert_eq!(found, self.books.commit(at, &tokens[start..]));
             }
-            Op::DropView(at) => {
+            Op::Free(sequence) => {
+                let Some(at) = self.at(sequence) else { return };
+                assert_eq!(self.manager.free(&self.handles[at]), Ok(()));
+                self.forget(at);
+            }
+            Op::FreeByName(name) => {
+                let named =
+                    |at: &usize| self.books.sequences[*at].request_id.as_deref() == Some(name);
+                let at = (0..self.handles.len()).find(named);
+                let unknown = KvError::UnknownRequest { request_id: name.to_owned() };
+                let expected = at.map(|at| self.forget(at)).ok_or(unknown);
+                assert_eq!(self.manager.free_request(name), expected);
+            }
+            Op::Close(sequence) => {
+                let Some(at) = self.at(sequence) else { return };
+                self.handles[at].close();
+                self.forget(at);
+                self.stale.iter().for_each(PagedKvCacheHandle::close);
+            }
+            Op::Drop(sequence) => {
+                let Some(at) = self.at(sequence) else { return };
+                self.forget(at);
+                self.stale.pop();
+            }
+            Op::View { sequence, layer, start, len } => {
+                let Some(at) = self.at(sequence).filter(|_| self.has_storage()) else { return };
+                let start = start.index(self.books.sequences[at].len() + 1);
+                let viewed = self.manager.view(&self.handles[at], layer, start, start + len);
+                let expected = self.books.view(at, layer, start..start + len);
+                assert_eq!(viewed.map(|view| self.views.push(view)), expected);
+            }
+            Op::DropView(view) => {
                 if !self.views.is_empty() {
-                    drop(self.views.remove(at.index(self.views.len())));
+                    let at = view.index(self.views.len());
+                    drop(self.views.remove(at));
+                    self.books.drop_view(at);
                 }
             }
-            Op::EditLength(at, len) => {
-                let Some(sequence) = self.at(*at) else { return Ok(()) };
-                let before = sequence.tokens.len();
-                sequence.handle.block_table_mut().sequence_length = *len;
-                let result = manager.extend(&mut sequence.handle, 0);
-                if result.is_err() {
-                    sequence.handle.block_table_mut().sequence_length = before;
-                    return manager.extend(&mut sequence.handle, 0).and(result).map(|_| ());
+            Op::EditLength(sequence, len) => {
+                let Some(at) = self.at(sequence) else { return };
+                let before = self.books.sequences[at].len();
+                let capacity = self.books.sequences[at].blocks.len() * BLOCK_SIZE;
+                self.handles[at].block_table_mut().sequence_length = len;
+                let found = self.manager.extend(&mut self.handles[at], 0);
+                let expected = if len > capacity {
+                    let reason = "it has more tokens than its blocks can hold";
+                    Err(KvError::InconsistentTable { reason })
+                } else if len < before {
+                    self.books.truncate(at, len).map(|_| None)
+                } else {
+                    self.books.extend(at, len - before).map(|_| None)
+                };
+                if expected.is_err() {
+                    self.handles[at].block_table_mut().sequence_length = before;
+                    assert_eq!(self.manager.extend(&mut self.handles[at], 0), Ok(None));
                 }
-                sequence.resize(*len);
+                assert_eq!(found.map(copy), expected);
             }
-            Op::EditBlocks(at) => {
-                let Some(sequence) = self.at(*at) else { return Ok(()) };
-                let kept = sequence.handle.block_table().clone();
-                sequence.handle.block_table_mut().physical_blocks.reverse();
-                sequence.handle.block_table_mut().logical_to_physical.reverse();
-                let result = manager.extend(&mut sequence.handle, 0);
+            Op::EditBlocks(sequence) => {
+                let Some(at) = self.at(sequence) else { return };
+                let kept = self.handles[at].block_table().clone();
+                self.handles[at].block_table_mut().physical_blocks.reverse();
+                self.handles[at].block_table_mut().logical_to_physical.reverse();
+                let result = self.manager.extend(&mut self.handles[at], 0);
                 let refused = matches!(result, Err(KvError::InconsistentTable { .. }));
                 assert_eq!(refused, kept.num_blocks() > 1);
-                *sequence.handle.block_table_mut() = kept;
+                *self.handles[at].block_table_mut() = kept;
+                assert_eq!(self.manager.extend(&mut self.handles[at], 0), Ok(None));
             }
-            Op::Reset => manager.reset_prefix_cache()?,
-        }
-        Ok(())
-    }
-
-    fn name(&mut self) -> String {
-        self.num_started += 1;
-        format!("request {}", self.num_started)
-    }
-
-    fn allocate(&mut self, tokens: &[u32], lookahead: usize) -> Result<()> {
-        let name = self.name();
-        let expected = self.manager.probe(tokens, &RequestOptions::default())?;
-        let options = RequestOptions { request_id: Some(&name), lookahead, ..Default::default() };
-        let handle = self.manager.allocate(tokens, &options)?;
-        let cached = handle.num_cached_tokens();
-        assert_eq!(cached, expected);
-        assert!(cached.is_multiple_of(BLOCK_SIZE) && (cached < tokens.len() || cached == 0));
-        let rows = Default::default();
-        let mut sequence = Sequence { name, handle, tokens: tokens.to_vec(), rows };
-        sequence.resize(tokens.len());
-        for layer in 0..NUM_LAYERS {
-            for at in 0..cached {
-                sequence.rows[layer][at] = sequence.right(layer, at);
+            Op::Reset => assert_eq!(self.manager.reset_prefix_cache(), self.books.reset()),
+            Op::UseStale(stale, way) => {
+                if !self.stale.is_empty() {
+                    let at = stale.index(self.stale.len());
+                    self.use_stale(at, way);
+                }
             }
         }
-        self.sequences.push(sequence);
-        self.queries += u64::try_from(tokens.len()).expect("a small number");
-        self.hits += u64::try_from(cached).expect("a small number");
-        Ok(())
     }
 
-    /// One row of every sequence that has tokens.
-    fn write_many(&mut self, layer: usize, position: Index) -> Result<()> {
-        let mut written = self.sequences.iter_mut().filter(|sequence| !sequence.tokens.is_empty());
-        let mut sequences = written.by_ref().collect::<Vec<_>>();
-        let positions = sequences.iter().map(|sequence| position.index(sequence.tokens.len()));
-        let positions = positions.collect::<Vec<_>>();
-        let numbers = sequences.iter().zip(&positions);
-        let numbers = numbers.map(|(sequence, &at)| sequence.right(layer, at)).collect::<Vec<_>>();
-        let mut handles =
-            sequences.iter_mut().map(|sequence| &mut sequence.handle).collect::<Vec<_>>();
+    fn allocate(&mut self, tokens: &[u32], kind: Kind) {
+        let Kind { salt, lora, extra_keys, request_id, lookahead } = kind;
+        let options = RequestOptions {
+            request_id,
+            cache_salt: salt.map(str::as_bytes),
+            lora_id: lora.map(str::as_bytes),
+            extra_keys,
+            lookahead,
+        };
+        let probed = self.manager.probe(tokens, &options);
+        let allocated = self.manager.allocate(tokens, &options);
+        if self.books.duplicates == Duplicates::Keep
+            && matches!(allocated, Err(KvError::OutOfBlocks { .. }))
+        {
+            // Whether there was room depends on which of two equal blocks would have hit.
+            self.books.counts.num_failures += 1;
+            return;
+        }
+        let handle = allocated.as_ref().ok();
+        assert_eq!(
+            probed,
+            Ok(handle.map_or(probed.clone().unwrap_or(0), |handle| {
+                assert!(handle.num_cached_tokens() < tokens.len() || tokens.is_empty());
+                handle.num_cached_tokens()
+            }))
+        );
+        let found = handle.map(|handle| numbers(&handle.block_table().physical_blocks));
+        let extra_keys = extra_keys.iter().map(|&(index, keys)| (index, keys.to_vec())).collect();
+        let name = Name { salt, lora, tokens: tokens.to_vec(), extra_keys: Vec::new() };
+        let found = found.unwrap_or_default();
+        let expected = self.books.allocate(request_id, name, extra_keys, lookahead, &found);
+        assert_eq!(allocated.map(|handle| self.handles.push(handle)), expected);
+    }
+
+    fn write_many(&mut self, layer: usize, position: Index, chosen: u8) {
+        let lens = self.books.sequences.iter().map(common::books::Sequence::len);
+        let chosen = lens.enumerate().filter(|&(at, len)| len > 0 && chosen >> (at % 8) & 1 == 1);
+        let places = chosen.map(|(at, len)| (at, position.index(len))).collect::<Vec<_>>();
+        let numbers = self.new_numbers(places.len());
+        let is_chosen = |at: &usize| places.iter().any(|(chosen, _)| chosen == at);
+        let handles = (0..).zip(&mut self.handles).filter(|(at, _)| is_chosen(at));
+        let mut handles = handles.map(|(_, handle)| handle).collect::<Vec<_>>();
+        let positions = places.iter().map(|&(_, position)| position).collect::<Vec<_>>();
         let (keys, values) = (keys(&numbers), values(&numbers));
-        self.manager.write_many(layer, &mut handles, &positions, &keys, &values)?;
-        for ((sequence, at), number) in sequences.into_iter().zip(positions).zip(numbers) {
-            sequence.rows[layer][at] = number;
-        }
-        Ok(())
+        let found = self.manager.write_many(layer, &mut handles, &positions, &keys, &values);
+        let rows = places.iter().zip(numbers.chunks(1));
+        let writes = rows.map(|(&(at, position), number)| (at, position, number));
+        assert_eq!(found, self.books.write(layer, &writes.collect::<Vec<_>>()));
     }
 
-    fn check(&self) {
+    /// The sequence is freed: its handle is of no use any more.
+    fn forget(&mut self, at: usize) {
+        self.books.free(at);
+        self.stale.push(self.handles.remove(at));
+    }
+
+    fn use_stale(&mut self, at: usize, way: usize) {
+        let (manager, handle) = (&self.manager, &mut self.stale[at]);
+        let cache_id = handle.cache_id();
+        assert!(!handle.is_valid());
+        let result = match way {
+            0 => manager.extend(handle, 1).map(drop),
+            1 => manager.truncate(handle, 0).map(drop),
+            2 => manager.fork(handle, None).map(drop),
+            3 => manager.free(handle),
+            4 => manager.commit(handle, &[0]),
+            5 => handle.clone_handle().map(drop),
+            6 if self.manager.config().storage == Storage::Owned => {
+                write(manager, handle, 0, 0, &[1.0])
+            }
+            _ => manager.view(handle, 0, 0, 0).map(drop),
+        };
+        assert_eq!(result, Err(KvError::StaleHandle { cache_id }));
+    }
+
+    fn check(&mut self) {
         self.manager.check_integrity().expect("nothing is lost");
-        for sequence in &self.sequences {
-            assert_eq!(sequence.handle.num_tokens(), sequence.tokens.len());
-            for layer in 0..NUM_LAYERS {
-                let found = read(&self.manager, &sequence.handle, layer);
-                assert_eq!(found, sequence.rows[layer], "of {} in {layer}", sequence.name);
+        let stats = self.manager.stats();
+        assert_eq!(stats, self.books.stats(stats.block_bytes));
+        self.check_blocks();
+        self.check_report();
+        for at in 0..self.handles.len() {
+            self.check_sequence(at);
+        }
+        for (view, expected) in self.views.iter().zip(&self.books.views) {
+            assert_eq!(numbers_of(view), expected.numbers, "a view changed");
+        }
+    }
+
+    fn check_blocks(&mut self) {
+        let found = self.manager.inspect();
+        assert_eq!(numbers(&found.free_queue), self.books.queue);
+        assert_eq!(found.blocks.len(), self.books.blocks.len());
+        for (found, expected) in found.blocks.iter().zip(&self.books.blocks) {
+            let counts = (found.state, found.reference_count, found.pin_count);
+            assert_eq!(counts, (expected.state(), expected.holders, expected.pins), "{found:?}");
+            let named = expected.named.as_ref();
+            assert_eq!(found.key.is_some(), named.is_some(), "{found:?} is {named:?}");
+            if let (Some(key), Some((name, _))) = (found.key, named) {
+                // One name has one key, and no other has the same.
+                assert_eq!(*self.keys.entry(name.clone()).or_insert(key), key, "of {name:?}");
+                let others = self.keys.iter().filter(|(other, _)| *other != name);
+                assert!(others.clone().all(|(_, other)| *other != key), "of {name:?}");
             }
         }
-        for (view, rows) in &self.views {
-            assert_eq!(numbers_of(view), *rows, "a view changed");
-        }
-        let stats = self.manager.stats();
-        assert_eq!(stats.num_free + stats.num_cached + stats.num_in_use, NUM_BLOCKS);
-        assert_eq!((stats.query_tokens, stats.hit_tokens), (self.queries, self.hits));
-        assert_eq!(stats.hit_tokens + stats.miss_tokens, stats.query_tokens);
-        assert_eq!(stats.num_sequences, self.sequences.len());
     }
 
+    fn check_report(&self) {
+        let report = self.manager.leak_report();
+        let found = report.sequences.iter().map(|sequence| {
+            (&*sequence.cache_id, sequence.request_id.as_deref(), numbers(&sequence.blocks))
+        });
+        let ids = self.handles.iter().map(KvCacheHandle::cache_id).collect::<Vec<_>>();
+        let expected = ids
+            .iter()
+            .zip(&self.books.sequences)
+            .map(|(id, sequence)| (&**id, sequence.request_id.as_deref(), sequence.blocks.clone()));
+        assert!(found.clone().eq(expected.clone()), "{report:?}");
+        let pinned = (1..).zip(&self.books.blocks).map(|(at, block)| (at, block.pins));
+        let pinned = pinned.filter(|&(_, pins)| pins > 0);
+        assert!(report.pinned_blocks.iter().map(|&(at, pins)| (number(at), pins)).eq(pinned));
+    }
+
+    fn check_sequence(&self, at: usize) {
+        let (handle, expected) = (&self.handles[at], &self.books.sequences[at]);
+        assert_eq!(handle.block_table().validate(), Ok(()));
+        assert_eq!(numbers(&handle.block_table().physical_blocks), expected.blocks);
+        assert_eq!(
+            (handle.num_tokens(), handle.tokens()),
+            (expected.len(), &*expected.name.tokens)
+        );
+        let counts = (handle.num_cached_tokens(), handle.num_committed_tokens());
+        assert_eq!(counts, (expected.cached, expected.committed));
+        let stats = handle.stats();
+        let counts = (stats.blocks_allocated, stats.tokens_stored);
+        assert_eq!(counts, (expected.blocks.len(), expected.len()));
+        for layer in (0..NUM_LAYERS).filter(|_| self.has_storage()) {
+            let rows = &expected.rows[layer];
+            assert_eq!(read(&self.manager, handle, layer), *rows, "in {layer} of {at}");
+            let tensor = handle.key_cache(layer).expect("it is alive").expect("it is stored");
+            assert_eq!(tensor.to_vec::<f32>(), Some(keys(rows)));
+        }
+    }
+
+    /// Everything is given back, whoever goes first.
     fn end(mut self) {
-        self.sequences.clear();
-        self.check();
-        self.views.clear();
-        self.check();
+        while !self.handles.is_empty() {
+            self.forget(self.handles.len() / 2);
+            self.stale.clear();
+            self.check();
+        }
+        while !self.views.is_empty() {
+            let at = self.views.len() / 2;
+            drop(self.views.remove(at));
+            self.books.drop_view(at);
+            self.check();
+        }
         assert!(self.manager.leak_report().is_empty());
         assert_eq!(self.manager.stats().num_in_use, 0);
         assert_eq!(self.manager.reset_prefix_cache(), Ok(()));
@@ -339,10 +498,13 @@ impl World {
     }
 }
 
-fn agrees(duplicates: Duplicates, ops: &[Op]) {
-    let mut world = World::new(duplicates);
+fn agrees(config: KvCacheManagerConfig, ops: &[Op]) {
+    let mut world = World::new(config);
     for (step, op) in ops.iter().enumerate() {
-        let stepped = panic::catch_unwind(AssertUnwindSafe(|| world.step(op)));
+        let stepped = panic::catch_unwind(AssertUnwindSafe(|| {
+            world.apply(op);
+            world.check();
+        }));
         if let Err(payload) = stepped {
             eprintln!("in step {step}: {op:?}");
             panic::resume_unwind(payload);
@@ -351,20 +513,38 @@ fn agrees(duplicates: Duplicates, ops: &[Op]) {
     world.end();
 }
 
-proptest! {
-    #![proptest_config(Config {
-        cases: 400,
+fn tries(cases: u32) -> Config {
+    Config {
+        cases,
         failure_persistence: Some(Box::new(FileFailurePersistence::Off)),
         ..Config::default()
-    })]
+    }
+}
+
+proptest! {
+    #![proptest_config(tries(400))]
 
     #[test]
-    fn a_manager_does_what_separate_lists_do(ops in vec(any_op(), 1..80)) {
-        agrees(Duplicates::Merge, &ops);
+    fn a_manager_does_what_its_model_does(ops in vec(any_op(), 1..80)) {
+        agrees(config(NUM_BLOCKS), &ops);
     }
+}
+
+proptest! {
+    #![proptest_config(tries(200))]
 
     #[test]
     fn a_manager_that_keeps_duplicates_does_as_well(ops in vec(any_op(), 1..80)) {
-        agrees(Duplicates::Keep, &ops);
+        agrees(KvCacheManagerConfig { duplicates: Duplicates::Keep, ..config(NUM_BLOCKS) }, &ops);
+    }
+
+    #[test]
+    fn a_manager_without_storage_does_as_well(ops in vec(any_op(), 1..80)) {
+        agrees(KvCacheManagerConfig { storage: Storage::Elsewhere, ..config(NUM_BLOCKS) }, &ops);
+    }
+
+    #[test]
+    fn a_manager_that_shares_nothing_does_as_well(ops in vec(any_op(), 1..80)) {
+        agrees(KvCacheManagerConfig { prefix_caching: false, ..config(NUM_BLOCKS) }, &ops);
     }
 }

@@ -1,4 +1,5 @@
-//! A small manager, and sequences whose every row says which tokens led to it.
+//! A small manager, and sequences with one number for each row, so that a torn or misplaced one can
+//! not pass for another.
 
 use kvspan::{
     KvCacheHandle, KvCacheManager, KvCacheManagerConfig, PagedKvCacheHandle, PagedSpan, Result,
@@ -17,14 +18,6 @@ pub(crate) fn config(num_blocks: usize) -> KvCacheManagerConfig {
         head_dim: WIDTH,
         ..KvCacheManagerConfig::default()
     }
-}
-
-/// A number that the tokens up to a position, and the layer, decide. Never 0, which is what was not
-/// written.
-pub(crate) fn computed(tokens: &[u32], layer: usize) -> f32 {
-    let start = u32::try_from(layer).expect("a small number");
-    let mixed = tokens.iter().fold(start, |mixed, token| (mixed * 31 + token + 1) % 65_520);
-    f32::from(u16::try_from(mixed + 1).expect("less than 65521"))
 }
 
 /// Keys of rows with these numbers.
