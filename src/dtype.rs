@@ -67,13 +67,16 @@ impl DType {
 /// i8::widen(&stored, scale, &mut read);
 /// assert_eq!(read[1..], [-1.0, 0.0]);
 /// ```
-pub trait Element: bytemuck::Pod + Debug + PartialEq + Send + Sync + sealed::Sealed {
+pub trait Element: bytemuck::Pod + Debug + PartialEq + Send + Sync + Transfer<f32> {
     /// The type's name at run time.
     const DTYPE: DType;
 
     /// What the elements of one head of one token are multiplied by: `f32` for `i8`, and nothing for
     /// the floats.
     type Scale: bytemuck::Pod + Debug + PartialEq + Send + Sync;
+
+    /// What an owned copy of an element is: the element, or an `f32` if it needs a scale.
+    type Number: Element;
 
     /// Returns the scale for elements of which `largest` is the largest magnitude.
     fn scale(largest: f32) -> Self::Scale;
@@ -88,9 +91,28 @@ pub trait Element: bytemuck::Pod + Debug + PartialEq + Send + Sync + sealed::Sea
     fn widen(elements: &[Self], scale: Self::Scale, numbers: &mut [f32]);
 }
 
+/// An owned copy of elements.
+pub(crate) type Numbers<T> = Vec<<T as Element>::Number>;
+
+/// Says that elements of `S` go into a cache of this type, and come out of it.
+///
+/// A float goes in and out as it is. An `f32` does so everywhere: it is rounded on the way in, as
+/// [`Element::narrow`] says. An `i8` does not, since it is nothing without its scale.
+///
+/// Sealed, like [`Element`].
+pub trait Transfer<S>: sealed::Sealed {}
+
+impl Transfer<Self> for f32 {}
+impl Transfer<Self> for f16 {}
+impl Transfer<Self> for bf16 {}
+impl Transfer<f32> for f16 {}
+impl Transfer<f32> for bf16 {}
+impl Transfer<f32> for i8 {}
+
 impl Element for f32 {
     const DTYPE: DType = DType::F32;
     type Scale = ();
+    type Number = Self;
 
     fn scale(_largest: f32) {}
 
@@ -107,6 +129,7 @@ impl Element for f32 {
 impl Element for f16 {
     const DTYPE: DType = DType::F16;
     type Scale = ();
+    type Number = Self;
 
     fn scale(_largest: f32) {}
 
@@ -124,6 +147,7 @@ impl Element for f16 {
 impl Element for bf16 {
     const DTYPE: DType = DType::BF16;
     type Scale = ();
+    type Number = Self;
 
     fn scale(_largest: f32) {}
 
@@ -145,15 +169,19 @@ impl Element for bf16 {
     }
 }
 
+/// So large that 127 times it is no infinity.
+const LARGEST_SCALE: f32 = (f32::MAX / 127.0).next_down();
+
 /// 1.5 * 2^23: so large that a sum with it has no bits for less than 1.
 const ONES: f32 = 12_582_912.0;
 
 impl Element for i8 {
     const DTYPE: DType = DType::I8;
     type Scale = f32;
+    type Number = f32;
 
     fn scale(largest: f32) -> f32 {
-        largest / 127.0
+        (largest / 127.0).min(LARGEST_SCALE)
     }
 
     fn narrow(numbers: &[f32], scale: f32, elements: &mut [Self]) {
@@ -173,6 +201,13 @@ impl Element for i8 {
             *number = f32::from(element) * scale;
         }
     }
+}
+
+/// The largest magnitude of these numbers and of those before; infinite or NaN if any is.
+pub(crate) fn largest(so_far: f32, numbers: &[f32]) -> f32 {
+    // Without its sign, a float that is larger has larger bits, and NaN the largest.
+    let bits = |x: f32| x.abs().to_bits();
+    f32::from_bits(numbers.iter().fold(bits(so_far), |largest, &x| largest.max(bits(x))))
 }
 
 mod sealed {

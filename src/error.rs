@@ -79,6 +79,17 @@ pub enum KvError {
         width: usize,
     },
 
+    /// Numbers that are to be stored with a scale are infinite or NaN, so that there is no scale.
+    #[error("the {plane} of token {token} of the input have an infinity or NaN in head {head}")]
+    NotFinite {
+        /// `keys` or `values`.
+        plane: &'static str,
+        /// The first such token, counted from the start of what was given.
+        token: usize,
+        /// The first such head of it.
+        head: usize,
+    },
+
     /// An entry of a batch is wrong; no entry of that batch was written.
     #[error("entry {index} of the batch: {source}")]
     BatchEntry {

@@ -17,7 +17,7 @@ mod store;
 
 pub use block::{BlockPool, BlockState, BlockTable};
 pub use config::KVCacheConfig;
-pub use dtype::{DType, Element, bf16, f16};
+pub use dtype::{DType, Element, Transfer, bf16, f16};
 pub use error::{KvError, Result};
 pub use handle::{
     CacheHandleStats, ContiguousKvCacheHandle, Device, KvCacheHandle, PagedKvCacheHandle,

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use super::tensor::{Plane, PlaneOf};
 use super::{CacheHandleStats, Device, KvCacheHandle, TensorRef};
 use crate::block::BlockTable;
-use crate::dtype::Element;
+use crate::dtype::{Element, Transfer};
 use crate::error::{KvError, Result};
 use crate::ids::{BlockId, serial_number, share};
 use crate::layer::{LayerKvCache, PinnedSpan};
@@ -105,7 +105,15 @@ impl<T: Element> ContiguousKvCacheHandle<T> {
     /// # Errors
     ///
     /// Those of [`layer`](Self::layer) and of [`LayerKvCache::append`].
-    pub fn append(&mut self, layer: usize, keys: &[T], values: &[T]) -> Result<Range<usize>> {
+    pub fn append<S: Element>(
+        &mut self,
+        layer: usize,
+        keys: &[S],
+        values: &[S],
+    ) -> Result<Range<usize>>
+    where
+        T: Transfer<S>,
+    {
         self.layer(layer)?;
         let Some(layers) = &mut self.layers else { return Err(self.stale()) };
         let range = if Arc::get_mut(layers).is_some() {

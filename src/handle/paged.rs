@@ -203,6 +203,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
         self.sync()?;
         let entered = self.lease.enter()?;
         let tokens = self.check_write(layer, position, keys.len(), values.len())?;
+        check_numbers(self.lease.store(), &keys, &values)?;
         let (_, copies) = self.lease.grow(Some(layer), tokens.clone(), 0, &entered)?;
         replace(&mut self.table, &copies)?;
         let rows = self.lease.store().rows()?;
@@ -237,6 +238,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
             let Self { lease, table, .. } = &mut **handle;
             parts.push((&*lease, table, tokens));
         }
+        check_numbers(store, &keys, &values)?;
         let entered = parts.iter().map(|(lease, ..)| lease.enter()).collect::<Result<Vec<_>>>()?;
         let wanted =
             parts.iter().flat_map(|(lease, _, tokens)| lease.wants(Some(layer), tokens.clone()));
@@ -481,6 +483,16 @@ fn check_rows(
         }
     }
     Ok(())
+}
+
+fn check_numbers<T: Element>(
+    store: &Store<T>,
+    keys: &Source<'_, T>,
+    values: &Source<'_, T>,
+) -> Result<()> {
+    let shape = store.shape().token_shape();
+    keys.check("keys", shape)?;
+    values.check("values", shape)
 }
 
 fn replace(table: &mut BlockTable, copies: &[BlockCopy]) -> Result<()> {

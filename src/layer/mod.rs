@@ -12,7 +12,7 @@ pub use owned::{PinnedSpan, ReservedSpan};
 pub use span::{KVCacheEntry, KVSpan};
 
 use crate::config::{Geometry, KVCacheConfig};
-use crate::dtype::Element;
+use crate::dtype::{Element, Numbers, Transfer};
 use crate::error::{KvError, Result};
 use crate::memory::{Deadline, Patience, RowWrite, Rows, Source, Target};
 
@@ -29,6 +29,18 @@ use crate::memory::{Deadline, Patience, RowWrite, Rows, Source, Target};
 /// # Units
 ///
 /// Positions and lengths are tokens; ranges are half-open.
+///
+/// # Element types
+///
+/// | `T` | holds | takes and gives |
+/// |---|---|---|
+/// | `f32` | what was written | `f32` |
+/// | [`f16`](crate::f16), [`bf16`](crate::bf16) | the nearest element | the same, and `f32` |
+/// | `i8` | the nearest of 255 multiples of a scale, one for each head of a token | `f32` |
+///
+/// An `f32` is rounded to nearest, ties to even, while it is copied into the cache. The scale of an
+/// int8 head is its largest magnitude divided by 127; a head with an infinity or NaN has none, and is
+/// refused ([`KvError::NotFinite`]). Spans show what is stored, with its scales.
 ///
 /// # Threads
 ///
@@ -109,10 +121,13 @@ impl<T: Element> LayerKvCache<T> {
     /// Makes an empty cache of any element type, as [`new`](LayerKvCache::new) does of `f32`.
     ///
     /// ```
-    /// use kvspan::{KVCacheConfig, LayerKvCache};
+    /// use kvspan::{KVCacheConfig, LayerKvCache, bf16};
     ///
-    /// let cache = LayerKvCache::<f32>::with_element(KVCacheConfig::default());
-    /// assert!(cache.is_empty());
+    /// let config = KVCacheConfig { num_heads: 1, hidden_dim_per_head: 2, ..Default::default() };
+    /// let cache = LayerKvCache::<bf16>::with_element(config);
+    /// cache.append(&[1.0, 1.001], &[0.0, -2.5])?;
+    /// assert_eq!(cache.read_kv(0)?.keys, [bf16::ONE, bf16::ONE]);
+    /// # Ok::<(), kvspan::KvError>(())
     /// ```
     pub fn with_element(config: KVCacheConfig) -> Self {
         let rows = Geometry::new::<T>(&config).map(|geometry| Arc::new(Rows::new(geometry)));
@@ -144,13 +159,16 @@ impl<T: Element> LayerKvCache<T> {
     ///
     /// In this order: [`KvError::LengthMismatch`] if `keys` and `values` differ in length,
     /// [`KvError::WidthMismatch`] if they are not one token wide, [`KvError::CapacityExceeded`],
-    /// [`KvError::NotInitialized`], then [`KvError::WouldDeadlock`], [`KvError::Pinned`] and
+    /// [`KvError::NotFinite`] for int8, [`KvError::NotInitialized`], then [`KvError::WouldDeadlock`], [`KvError::Pinned`] and
     /// [`KvError::Reserved`] as the type says.
     ///
     /// # Complexity
     ///
     /// One copy of two rows, no allocation; below the length, O(views alive) to look for a pin.
-    pub fn write_kv(&self, token_idx: usize, keys: &[T], values: &[T]) -> Result<()> {
+    pub fn write_kv<S: Element>(&self, token_idx: usize, keys: &[S], values: &[S]) -> Result<()>
+    where
+        T: Transfer<S>,
+    {
         self.write_row(token_idx, keys.into(), values.into(), Patience::CLOSURES)
     }
 
@@ -179,13 +197,16 @@ impl<T: Element> LayerKvCache<T> {
     /// # drop(pinned);
     /// # Ok::<(), KvError>(())
     /// ```
-    pub fn write_kv_timeout(
+    pub fn write_kv_timeout<S: Element>(
         &self,
         token_idx: usize,
-        keys: &[T],
-        values: &[T],
+        keys: &[S],
+        values: &[S],
         timeout: Duration,
-    ) -> Result<()> {
+    ) -> Result<()>
+    where
+        T: Transfer<S>,
+    {
         let patience = Patience::for_everything(timeout);
         self.write_row(token_idx, keys.into(), values.into(), patience)
     }
@@ -216,7 +237,10 @@ impl<T: Element> LayerKvCache<T> {
     /// assert_eq!(cache.len(), 6);
     /// # Ok::<(), KvError>(())
     /// ```
-    pub fn write_kv_batch(&self, entries: &[(usize, &[T], &[T])]) -> Result<()> {
+    pub fn write_kv_batch<S: Element>(&self, entries: &[(usize, &[S], &[S])]) -> Result<()>
+    where
+        T: Transfer<S>,
+    {
         self.write_batch(single_rows(entries), Patience::CLOSURES)
     }
 
@@ -227,11 +251,14 @@ impl<T: Element> LayerKvCache<T> {
     ///
     /// Those of [`write_kv_batch`](Self::write_kv_batch), with [`KvError::Timeout`] in place of
     /// [`KvError::Pinned`].
-    pub fn write_kv_batch_timeout(
+    pub fn write_kv_batch_timeout<S: Element>(
         &self,
-        entries: &[(usize, &[T], &[T])],
+        entries: &[(usize, &[S], &[S])],
         timeout: Duration,
-    ) -> Result<()> {
+    ) -> Result<()>
+    where
+        T: Transfer<S>,
+    {
         self.write_batch(single_rows(entries), Patience::for_everything(timeout))
     }
 
@@ -243,7 +270,8 @@ impl<T: Element> LayerKvCache<T> {
     /// # Errors
     ///
     /// [`KvError::LengthMismatch`]; [`KvError::WidthMismatch`] unless the lengths are a multiple
-    /// of a token; [`KvError::CapacityExceeded`]; [`KvError::Reserved`]; [`KvError::OutOfMemory`].
+    /// of a token; [`KvError::NotFinite`] for int8; [`KvError::CapacityExceeded`];
+    /// [`KvError::Reserved`]; [`KvError::OutOfMemory`].
     ///
     /// # Examples
     ///
@@ -255,7 +283,10 @@ impl<T: Element> LayerKvCache<T> {
     /// assert_eq!(cache.append(&prompt, &prompt)?, 0..10);
     /// # Ok::<(), kvspan::KvError>(())
     /// ```
-    pub fn append(&self, keys: &[T], values: &[T]) -> Result<Range<usize>> {
+    pub fn append<S: Element>(&self, keys: &[S], values: &[S]) -> Result<Range<usize>>
+    where
+        T: Transfer<S>,
+    {
         self.append_until(keys.into(), values.into(), Deadline::Never)
     }
 
@@ -324,7 +355,8 @@ impl<T: Element> LayerKvCache<T> {
 
     // Reading
 
-    /// Calls `f` with the keys and the values of one token, where they lie.
+    /// Calls `f` with the keys and the values of one token, where they lie; without scales, for which
+    /// there is [`with_read_range`](Self::with_read_range).
     ///
     /// # Locking
     ///
@@ -402,36 +434,38 @@ impl<T: Element> LayerKvCache<T> {
     /// assert!(keys.iter().chain(&values).all(|&x| x == 0.0));
     /// # Ok::<(), kvspan::KvError>(())
     /// ```
-    pub fn read_range_into(
+    pub fn read_range_into<S: Element>(
         &self,
         start_token: usize,
         end_token: usize,
-        keys_out: &mut [T],
-        values_out: &mut [T],
-    ) -> Result<()> {
+        keys_out: &mut [S],
+        values_out: &mut [S],
+    ) -> Result<()>
+    where
+        T: Transfer<S>,
+    {
         let range = start_token..end_token;
         self.copy_out_until(range, &keys_out.into(), &values_out.into(), Deadline::Never)
     }
 
-    /// Returns a copy of one token.
+    /// Returns a copy of one token, of int8 as `f32`.
     ///
     /// # Errors
     ///
     /// Those of [`with_read_kv`](Self::with_read_kv), which needs no copy.
-    pub fn read_kv(&self, token_idx: usize) -> Result<KVCacheEntry<T>> {
-        self.with_read_kv(token_idx, |keys, values| KVCacheEntry {
-            keys: keys.to_vec(),
-            values: values.to_vec(),
-        })
+    pub fn read_kv(&self, token_idx: usize) -> Result<KVCacheEntry<T::Number>> {
+        let token = self.read_range(token_idx, token_idx.saturating_add(1));
+        let (keys, values) = token.map_err(|error| for_token(error, token_idx))?;
+        Ok(KVCacheEntry { keys, values })
     }
 
-    /// Returns a copy of the tokens `start..end`: keys and values.
+    /// Returns a copy of the tokens `start..end`: keys and values, of int8 as `f32`.
     ///
     /// # Errors
     ///
     /// Those of [`with_read_range`](Self::with_read_range), which needs no copy.
-    pub fn read_range(&self, start: usize, end: usize) -> Result<(Vec<T>, Vec<T>)> {
-        self.with_read_range(start, end, |span| (span.keys.to_vec(), span.values.to_vec()))
+    pub fn read_range(&self, start: usize, end: usize) -> Result<(Numbers<T>, Numbers<T>)> {
+        self.with_read_range(start, end, |span| span.to_vecs())
     }
 
     /// Keeps the tokens `start..end` as they are, and their memory alive, while the result lives.
@@ -635,8 +669,8 @@ impl<T: Element> fmt::Debug for LayerKvCache<T> {
     }
 }
 
-fn single_rows<'a, T: Element>(
-    entries: &[(usize, &'a [T], &'a [T])],
+fn single_rows<'a, T: Element + Transfer<S>, S: Element>(
+    entries: &[(usize, &'a [S], &'a [S])],
 ) -> impl Iterator<Item = RowWrite<'a, T>> + Clone {
     entries.iter().map(|&(at, keys, values)| RowWrite {
         at,

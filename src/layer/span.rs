@@ -2,8 +2,10 @@
 
 use std::ops::Range;
 
-use crate::dtype::Element;
-use crate::memory::Stored;
+use bytemuck::Zeroable;
+
+use crate::dtype::{Element, Numbers};
+use crate::memory::{Stored, Target};
 
 /// Keys and values of a range of tokens, borrowed where they lie.
 ///
@@ -108,6 +110,35 @@ impl<'a, T: Element> KVSpan<'a, T> {
         let width = self.num_heads * self.head_dim;
         let row = index * width..(index + 1) * width;
         Some((self.keys.get(row.clone())?, self.values.get(row)?))
+    }
+}
+
+impl<T: Element> KVSpan<'_, T> {
+    /// Returns copies of the keys and of the values, multiplied by their scales if they have any.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use kvspan::{KVCacheConfig, LayerKvCache};
+    ///
+    /// let config = KVCacheConfig { num_heads: 1, hidden_dim_per_head: 2, ..Default::default() };
+    /// let cache = LayerKvCache::<i8>::with_element(config);
+    /// cache.append(&[12.7, 1.0], &[0.0, -254.0])?;
+    /// cache.with_read_range(0, 1, |span| {
+    ///     assert_eq!((span.values, span.value_scales), ([0, -127].as_slice(), [2.0].as_slice()));
+    ///     let (keys, values) = span.to_vecs();
+    ///     assert!((keys[0] - 12.7).abs() < 1e-6 && (keys[1] - 1.0).abs() < 1e-6);
+    ///     assert_eq!(values, [0.0, -254.0]);
+    /// })?;
+    /// # Ok::<(), kvspan::KvError>(())
+    /// ```
+    pub fn to_vecs(&self) -> (Numbers<T>, Numbers<T>) {
+        let copy = |data: &[T], scales| {
+            let mut numbers = vec![T::Number::zeroed(); data.len()];
+            Stored { data, scales }.copy_to(&Target::new(&mut numbers));
+            numbers
+        };
+        (copy(self.keys, self.key_scales), copy(self.values, self.value_scales))
     }
 }
 

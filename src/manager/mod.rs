@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::config::BlockShape;
-use crate::dtype::Element;
+use crate::dtype::{Element, Transfer};
 use crate::error::{KvError, Result};
 use crate::handle::{PagedKvCacheHandle, PagedSpan};
 use crate::hash::{KeyChain, KeyRoot};
@@ -67,7 +67,8 @@ impl Default for KvCacheManagerConfig {
 /// Where the content of blocks is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Storage {
-    /// In one allocation, `[block][layer][K or V][slot][head][dim]`, that the manager owns.
+    /// In one allocation, `[block][layer][K or V][slot][head][dim]`, that the manager owns. The scales
+    /// of an int8 block follow its elements, `[layer][K or V][slot][head]`.
     #[default]
     Owned,
     /// Somewhere else: the manager keeps count of blocks alone, and what would read or write content
@@ -110,7 +111,8 @@ pub struct RequestOptions<'a> {
 ///
 /// # Shapes
 ///
-/// Keys and values are `[tokens, num_kv_heads, head_dim]` in C order.
+/// Keys and values are `[tokens, num_kv_heads, head_dim]` in C order. What element types there are, and
+/// how numbers are rounded to them, is as [`LayerKvCache`](crate::LayerKvCache) says.
 ///
 /// # Units
 ///
@@ -337,15 +339,18 @@ impl<T: Element> KvCacheManager<T> {
     ///
     /// In this order: [`KvError::NoStorage`], [`KvError::LengthMismatch`], [`KvError::WidthMismatch`],
     /// [`KvError::LayerOutOfRange`], [`KvError::RangeOutOfBounds`] past the length, which
-    /// [`extend`](Self::extend) moves, [`KvError::OutOfBlocks`].
-    pub fn write(
+    /// [`extend`](Self::extend) moves, [`KvError::NotFinite`] for int8, [`KvError::OutOfBlocks`].
+    pub fn write<S: Element>(
         &self,
         handle: &mut PagedKvCacheHandle<T>,
         layer: usize,
         position: usize,
-        keys: &[T],
-        values: &[T],
-    ) -> Result<()> {
+        keys: &[S],
+        values: &[S],
+    ) -> Result<()>
+    where
+        T: Transfer<S>,
+    {
         self.write_from(handle, layer, position, keys.into(), values.into())
     }
 
@@ -383,14 +388,17 @@ impl<T: Element> KvCacheManager<T> {
     /// manager.write_many(0, &mut [&mut one, &mut other], &[1, 0], &rows, &rows)?;
     /// # Ok::<(), kvspan::KvError>(())
     /// ```
-    pub fn write_many(
+    pub fn write_many<S: Element>(
         &self,
         layer: usize,
         handles: &mut [&mut PagedKvCacheHandle<T>],
         positions: &[usize],
-        keys: &[T],
-        values: &[T],
-    ) -> Result<()> {
+        keys: &[S],
+        values: &[S],
+    ) -> Result<()>
+    where
+        T: Transfer<S>,
+    {
         self.write_many_from(layer, handles, positions, keys.into(), values.into())
     }
 
@@ -428,15 +436,18 @@ impl<T: Element> KvCacheManager<T> {
     /// # Errors
     ///
     /// [`KvError::NoStorage`], then [`KvError::OutputTooShort`], then those of [`view`](Self::view).
-    pub fn read_range_into(
+    pub fn read_range_into<S: Element>(
         &self,
         handle: &PagedKvCacheHandle<T>,
         layer: usize,
         start: usize,
         end: usize,
-        keys_out: &mut [T],
-        values_out: &mut [T],
-    ) -> Result<()> {
+        keys_out: &mut [S],
+        values_out: &mut [S],
+    ) -> Result<()>
+    where
+        T: Transfer<S>,
+    {
         let (mut keys, mut values) = (keys_out.into(), values_out.into());
         self.read_range_to(handle, layer, start..end, &mut keys, &mut values)
     }

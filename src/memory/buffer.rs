@@ -11,7 +11,7 @@ use bytemuck::Pod;
 use memmap2::{MmapMut, MmapRaw};
 
 use crate::config::Place;
-use crate::dtype::Element;
+use crate::dtype::{Element, Transfer, largest};
 use crate::error::{KvError, Result};
 
 /// Zeroed bytes at an address that never changes.
@@ -48,6 +48,42 @@ pub(crate) struct StoredMut<'a, T: Element> {
 
 impl<T: Element> Stored<'_, T> {
     pub(super) const EMPTY: Self = Self { data: &[], scales: &[] };
+
+    /// Copies the elements to the start of `target`, which has room for them.
+    pub(crate) fn copy_to(&self, target: &Target<'_, T>) {
+        match target {
+            Target::Stored(space) => space.fill(0, self.data),
+            Target::Numbers(space) => {
+                let group = group::<T>(self.data.len(), self.scales.len());
+                let (mut done, mut scratch) = (0, [0.0; SCRATCH]);
+                for (elements, scale) in self.data.chunks(group).zip(self.scales) {
+                    for part in elements.chunks(SCRATCH) {
+                        let numbers = &mut scratch[..part.len()];
+                        T::widen(part, *scale, numbers);
+                        space.fill(done, numbers);
+                        done += part.len();
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl<T: Element> StoredMut<'_, T> {
+    /// Makes the elements those nearest to `numbers`, of which there are as many.
+    fn round(self, numbers: Run<'_, f32>) {
+        let group = group::<T>(self.data.len(), self.scales.len());
+        let mut scratch = [0.0; SCRATCH];
+        let groups = self.data.chunks_mut(group).zip(self.scales);
+        for ((elements, scale), numbers) in groups.zip(numbers.chunks(group)) {
+            if T::DTYPE.has_scales() {
+                *scale = T::scale(numbers.largest(&mut scratch));
+            }
+            for (part, numbers) in elements.chunks_mut(SCRATCH).zip(numbers.chunks(SCRATCH)) {
+                T::narrow(numbers.copy(&mut scratch), *scale, part);
+            }
+        }
+    }
 }
 
 impl<T: Element> Default for StoredMut<'_, T> {
@@ -55,6 +91,12 @@ impl<T: Element> Default for StoredMut<'_, T> {
     fn default() -> Self {
         Self { data: &mut [], scales: &mut [] }
     }
+}
+
+/// How many elements have one scale: those of a head, or all of them if there are no scales.
+fn group<T: Element>(num_elements: usize, num_scales: usize) -> usize {
+    let num_groups = if T::DTYPE.has_scales() { num_scales.max(1) } else { 1 };
+    (num_elements / num_groups).max(1)
 }
 
 // SAFETY: a `Buffer` owns its memory and hands out nothing without an unsafe call that must prove
@@ -180,15 +222,20 @@ impl Buffer {
     ///
     /// # Safety
     ///
-    /// Nobody else reads or writes the rows meanwhile.
+    /// Their elements are of this type, and nobody else reads or writes them meanwhile.
     pub(super) unsafe fn write<T: Element>(&self, place: &Place, source: Source<'_, T>) {
-        let Source { data, scales } = source;
-        assert!(data.len == place.num_elements, "the source has as many elements as the rows");
-        // SAFETY: the caller's promise.
-        unsafe { self.copy_in(place.data_at, data) };
-        if scales.len == place.num_scales {
-            // SAFETY: likewise.
-            unsafe { self.copy_in(place.scales_at, scales) };
+        assert!(source.len() == place.num_elements, "the source has as many elements as the rows");
+        match source {
+            Source::Stored { data, scales } => {
+                // SAFETY: the caller's promise.
+                unsafe { self.copy_in(place.data_at, data) };
+                // SAFETY: likewise.
+                unsafe { self.copy_in(place.scales_at, scales) };
+            }
+            Source::Numbers(numbers) => {
+                // SAFETY: likewise.
+                unsafe { self.rows_mut::<T>(place) }.round(numbers);
+            }
         }
     }
 
@@ -208,12 +255,8 @@ impl Buffer {
     ///
     /// Their elements are of this type, and nobody writes to them meanwhile.
     pub(super) unsafe fn read<T: Element>(&self, place: &Place, target: &Target<'_, T>) {
-        let len = place.num_elements;
-        assert!(len <= target.len, "the target has room");
-        let elements = self.at(place.data_at, len);
-        // SAFETY: the target is writable by its invariant, the source by `at`; the caller keeps
-        // writers away. The two may overlap.
-        unsafe { elements.copy_to(target.elements, len) }
+        // SAFETY: the caller's promise.
+        unsafe { self.rows::<T>(place) }.copy_to(target);
     }
 
     /// Zeroes rows.
@@ -265,6 +308,10 @@ impl fmt::Debug for Buffer {
     }
 }
 
+/// Numbers that are converted at a time. In between they are on the stack, since those of others
+/// may change, and elements are never read twice.
+const SCRATCH: usize = 256;
+
 /// Values to copy: a slice, or foreign memory that others may write to meanwhile, of which for that
 /// reason no reference is ever made.
 ///
@@ -272,30 +319,40 @@ impl fmt::Debug for Buffer {
 ///
 /// `values` is aligned and readable for `len` values during `'a`.
 #[derive(Clone, Copy, Debug)]
-struct Run<'a, U> {
+pub(crate) struct Run<'a, U> {
     values: NonNull<U>,
     len: usize,
     _owner: PhantomData<&'a [U]>,
 }
 
-/// Elements to copy from.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Source<'a, T: Element> {
-    data: Run<'a, T>,
-    /// None if they are not known.
-    scales: Run<'a, T::Scale>,
-}
-
-/// Elements to copy to: a slice, or foreign memory.
+/// Room for values: a slice, or foreign memory.
 ///
 /// # Invariants
 ///
-/// `elements` is aligned and writable for `len` elements during `'a`.
+/// `values` is aligned and writable for `len` values during `'a`.
 #[derive(Debug)]
-pub(crate) struct Target<'a, T> {
-    elements: NonNull<T>,
+pub(crate) struct Space<'a, U> {
+    values: NonNull<U>,
     len: usize,
-    _owner: PhantomData<&'a mut [T]>,
+    _owner: PhantomData<&'a mut [U]>,
+}
+
+/// What to write to rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Source<'a, T: Element> {
+    /// Elements, with one scale a head.
+    Stored { data: Run<'a, T>, scales: Run<'a, T::Scale> },
+    /// Numbers, which are rounded.
+    Numbers(Run<'a, f32>),
+}
+
+/// Where to copy rows.
+#[derive(Debug)]
+pub(crate) enum Target<'a, T: Element> {
+    /// As elements, of a type without scales.
+    Stored(Space<'a, T>),
+    /// As the numbers that the elements stand for.
+    Numbers(Space<'a, f32>),
 }
 
 // SAFETY: it stands for a `&[U]`, which is `Send`.
@@ -304,15 +361,22 @@ unsafe impl<U: Sync> Send for Run<'_, U> {}
 // SAFETY: it stands for a `&[U]`, which is `Sync`.
 unsafe impl<U: Sync> Sync for Run<'_, U> {}
 
-// SAFETY: it stands for a `&mut [T]`, which is `Send`.
-unsafe impl<T: Send> Send for Target<'_, T> {}
+// SAFETY: it stands for a `&mut [U]`, which is `Send`.
+unsafe impl<U: Send> Send for Space<'_, U> {}
 
-// SAFETY: it stands for a `&mut [T]`, which is `Sync`.
-unsafe impl<T: Sync> Sync for Target<'_, T> {}
+// SAFETY: it stands for a `&mut [U]`, which is `Sync`.
+unsafe impl<U: Sync> Sync for Space<'_, U> {}
 
 impl<'a, U> From<&'a [U]> for Run<'a, U> {
     fn from(slice: &'a [U]) -> Self {
         Self { values: NonNull::from(slice).cast(), len: slice.len(), _owner: PhantomData }
+    }
+}
+
+impl<'a, U> From<&'a mut [U]> for Space<'a, U> {
+    fn from(slice: &'a mut [U]) -> Self {
+        let len = slice.len();
+        Self { values: NonNull::from(slice).cast(), len, _owner: PhantomData }
     }
 }
 
@@ -321,73 +385,145 @@ impl<U> Run<'_, U> {
         let first = part(self.values, self.len, values);
         Self { values: first, len: values.len(), _owner: PhantomData }
     }
+
+    /// As many values at a time, and what is left.
+    fn chunks(&self, len: usize) -> impl Iterator<Item = Self> {
+        (0..self.len).step_by(len).map(move |at| self.part(&(at..self.len.min(at + len))))
+    }
 }
 
-impl<T: Element> Source<'_, T> {
+impl Run<'_, f32> {
+    /// Copies all numbers to the start of `scratch`, which has room for them.
+    fn copy<'s>(&self, scratch: &'s mut [f32]) -> &'s [f32] {
+        let copy = &mut scratch[..self.len];
+        // SAFETY: the numbers are readable by the type's invariant, and the copy has as many.
+        unsafe { self.values.copy_to(NonNull::from(&mut *copy).cast(), self.len) };
+        copy
+    }
+
+    /// The largest magnitude; infinite or NaN if any number is.
+    fn largest(&self, scratch: &mut [f32]) -> f32 {
+        self.chunks(SCRATCH).fold(0.0, |so_far, part| largest(so_far, part.copy(scratch)))
+    }
+}
+
+impl<U> Space<'_, U> {
+    /// Copies `values` to their place from `at` on.
+    fn fill(&self, at: usize, values: &[U]) {
+        let room = part(self.values, self.len, &(at..at.saturating_add(values.len())));
+        // SAFETY: the room is writable by the type's invariant, and inside by `part`. The two may
+        // overlap.
+        unsafe { room.copy_from(NonNull::from(values).cast(), values.len()) }
+    }
+
+    fn part(&mut self, values: &Range<usize>) -> Space<'_, U> {
+        let first = part(self.values, self.len, values);
+        Space { values: first, len: values.len(), _owner: PhantomData }
+    }
+}
+
+/// The address of the first of some of `len` values.
+fn part<U>(all: NonNull<U>, len: usize, values: &Range<usize>) -> NonNull<U> {
+    assert!(values.start <= values.end && values.end <= len, "a part is inside the whole");
+    // SAFETY: the assertion keeps it inside the values, or one past their end.
+    unsafe { all.add(values.start) }
+}
+
+impl<'a, T: Element> Source<'a, T> {
+    /// Elements of a type without scales.
+    fn without_scales(data: Run<'a, T>) -> Self {
+        Self::Stored { data, scales: Run::from([].as_slice()) }
+    }
+
     /// # Safety
     ///
     /// `elements` is aligned and readable for `len` elements during the lifetime of the result.
     #[cfg(feature = "python")]
     pub(crate) unsafe fn from_raw(elements: NonNull<T>, len: usize) -> Self {
-        let data = Run { values: elements, len, _owner: PhantomData };
-        Self { data, scales: Run::from([].as_slice()) }
+        Self::without_scales(Run { values: elements, len, _owner: PhantomData })
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.data.len
+        match self {
+            Self::Stored { data, .. } => data.len,
+            Self::Numbers(numbers) => numbers.len,
+        }
     }
 
-    /// Some of the elements.
+    /// Some of the elements, of a source without scales.
     pub(crate) fn part(&self, elements: Range<usize>) -> Self {
-        Self { data: self.data.part(&elements), scales: Run::from([].as_slice()) }
+        match self {
+            Self::Stored { data, .. } => Self::without_scales(data.part(&elements)),
+            Self::Numbers(numbers) => Self::Numbers(numbers.part(&elements)),
+        }
+    }
+
+    /// Checks that all numbers can be scaled, in heads of a token of this shape.
+    pub(crate) fn check(&self, plane: &'static str, [num_heads, dim]: [usize; 2]) -> Result<()> {
+        let Self::Numbers(numbers) = self else { return Ok(()) };
+        if !T::DTYPE.has_scales() {
+            return Ok(());
+        }
+        let mut scratch = [0.0; SCRATCH];
+        let bad = numbers.chunks(dim).position(|head| !head.largest(&mut scratch).is_finite());
+        bad.map_or(Ok(()), |head| {
+            Err(KvError::NotFinite { plane, token: head / num_heads, head: head % num_heads })
+        })
     }
 }
 
-impl<'a, T: Element> From<&'a [T]> for Source<'a, T> {
-    fn from(slice: &'a [T]) -> Self {
-        Self { data: slice.into(), scales: [].as_slice().into() }
+impl<'a, T: Element + Transfer<S>, S: Element> From<&'a [S]> for Source<'a, T> {
+    fn from(slice: &'a [S]) -> Self {
+        if S::DTYPE == T::DTYPE {
+            Self::without_scales(bytemuck::cast_slice(slice).into())
+        } else {
+            Self::Numbers(bytemuck::cast_slice(slice).into())
+        }
     }
 }
 
 impl<'a, T: Element> From<Stored<'a, T>> for Source<'a, T> {
     fn from(stored: Stored<'a, T>) -> Self {
-        Self { data: stored.data.into(), scales: stored.scales.into() }
+        Self::Stored { data: stored.data.into(), scales: stored.scales.into() }
     }
 }
 
-impl<T> Target<'_, T> {
+impl<'a, T: Element> Target<'a, T> {
+    /// `S` is `T` if that has no scales, or `f32`.
+    pub(crate) fn new<S: Element>(slice: &'a mut [S]) -> Self {
+        if S::DTYPE == T::DTYPE {
+            Self::Stored(bytemuck::cast_slice_mut(slice).into())
+        } else {
+            Self::Numbers(bytemuck::cast_slice_mut(slice).into())
+        }
+    }
+
     /// # Safety
     ///
     /// `elements` is aligned and writable for `len` elements during the lifetime of the result.
     #[cfg(feature = "python")]
     pub(crate) unsafe fn from_raw(elements: NonNull<T>, len: usize) -> Self {
-        Self { elements, len, _owner: PhantomData }
+        Self::Stored(Space { values: elements, len, _owner: PhantomData })
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.len
+        match self {
+            Self::Stored(space) => space.len,
+            Self::Numbers(space) => space.len,
+        }
     }
 
     /// Some of the elements.
     pub(crate) fn part(&mut self, elements: Range<usize>) -> Target<'_, T> {
-        Target {
-            elements: part(self.elements, self.len, &elements),
-            len: elements.len(),
-            _owner: PhantomData,
+        match self {
+            Self::Stored(space) => Target::Stored(space.part(&elements)),
+            Self::Numbers(space) => Target::Numbers(space.part(&elements)),
         }
     }
 }
 
-/// The address of the first of some of `len` elements.
-fn part<T>(all: NonNull<T>, len: usize, elements: &Range<usize>) -> NonNull<T> {
-    assert!(elements.start <= elements.end && elements.end <= len, "a part is inside the whole");
-    // SAFETY: the assertion keeps it inside the elements, or one past their end.
-    unsafe { all.add(elements.start) }
-}
-
-impl<'a, T> From<&'a mut [T]> for Target<'a, T> {
-    fn from(slice: &'a mut [T]) -> Self {
-        let len = slice.len();
-        Self { elements: NonNull::from(slice).cast(), len, _owner: PhantomData }
+impl<'a, T: Element + Transfer<S>, S: Element> From<&'a mut [S]> for Target<'a, T> {
+    fn from(slice: &'a mut [S]) -> Self {
+        Self::new(slice)
     }
 }

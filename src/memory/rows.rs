@@ -123,6 +123,7 @@ impl<T: Element> Rows<T> {
     ) -> Result<Range<usize>> {
         let mut write = RowWrite { at: 0, rows: keys.len() / self.geometry.width, keys, values };
         self.check_width(&write)?;
+        self.check_numbers(&write)?;
         let mut tail = self.lock_tail(deadline)?;
         write.at = self.len();
         let range = self.check_room(write.at, write.rows)?;
@@ -254,6 +255,7 @@ impl<T: Element> Rows<T> {
             let range = self
                 .check_width(&write)
                 .and_then(|()| self.check_room(write.at, write.rows))
+                .and_then(|range| self.check_numbers(&write).map(|()| range))
                 .map_err(|error| (position, error))?;
             if range.is_empty() {
                 continue;
@@ -381,6 +383,12 @@ impl<T: Element> Rows<T> {
             return Err(KvError::WidthMismatch { given: keys, width });
         }
         Ok(())
+    }
+
+    fn check_numbers(&self, write: &RowWrite<'_, T>) -> Result<()> {
+        let shape = self.geometry.token_shape();
+        write.keys.check("keys", shape)?;
+        write.values.check("values", shape)
     }
 
     fn check_room(&self, at: usize, rows: usize) -> Result<Range<usize>> {

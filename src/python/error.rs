@@ -49,6 +49,7 @@ fn to_python(error: &KvError, message: String) -> PyErr {
         KvError::EmptyInitialize
         | KvError::LengthMismatch { .. }
         | KvError::WidthMismatch { .. }
+        | KvError::NotFinite { .. }
         | KvError::OutputTooShort { .. } => InvalidInputError::new_err((message,)),
         KvError::NotInitialized => NotInitializedError::new_err((message,)),
         KvError::BatchEntry { source, .. } => to_python(source, message),
