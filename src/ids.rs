@@ -113,6 +113,13 @@ pub(crate) fn share(part: usize, whole: usize) -> f32 {
     if whole == 0 { 0.0 } else { part as f32 / whole as f32 }
 }
 
+/// The share that a part has of a whole; 0 of nothing.
+#[expect(clippy::as_conversions, reason = "there is no other way from a u64 to a float")]
+#[expect(clippy::cast_precision_loss, reason = "a share is for people to look at")]
+pub(crate) fn ratio(part: u64, whole: u64) -> f64 {
+    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
+}
+
 /// A number that nobody else in this process gets, from 1 up.
 pub(crate) fn serial_number() -> u64 {
     static LAST: AtomicU64 = AtomicU64::new(0);

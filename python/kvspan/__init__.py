@@ -2,6 +2,8 @@
 
 :class:`LayerKvCache` holds one layer's keys and values of one sequence in a pre-allocated buffer:
 all-or-nothing writes, reads without a copy, safe to use from many threads.
+:class:`KvCacheManager` holds those of many sequences in blocks, which sequences with equal
+beginnings share.
 """
 
 import os
@@ -9,10 +11,21 @@ from threading import active_count as _active_count
 
 from kvspan import errors
 from kvspan._kvspan import (
+    BlockCopy,
+    BlockPicture,
+    BlockTable,
+    CacheHandleStats,
+    Inspection,
     KVCacheConfig,
+    KvCacheManager,
     KVSpan,
     LayerKvCache,
+    LeakReport,
+    ManagerStats,
+    PagedKvCacheHandle,
+    PagedSpan,
     ReservedSpan,
+    SequenceReport,
     TensorView,
     __version__,
     _after_fork_in_child,
@@ -20,11 +33,22 @@ from kvspan._kvspan import (
 from kvspan.errors import KvCacheError
 
 __all__ = [
+    "BlockCopy",
+    "BlockPicture",
+    "BlockTable",
+    "CacheHandleStats",
+    "Inspection",
     "KVCacheConfig",
     "KVSpan",
     "KvCacheError",
+    "KvCacheManager",
     "LayerKvCache",
+    "LeakReport",
+    "ManagerStats",
+    "PagedKvCacheHandle",
+    "PagedSpan",
     "ReservedSpan",
+    "SequenceReport",
     "TensorView",
     "__version__",
     "errors",

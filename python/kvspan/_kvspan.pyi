@@ -1,9 +1,10 @@
 """Types of the extension module. The documentation is in the module itself: see ``help()``."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import (
     Any,
+    Literal,
     Protocol,
     Self,
     SupportsFloat,
@@ -20,10 +21,21 @@ import numpy.typing as npt
 from typing_extensions import Buffer, CapsuleType
 
 __all__ = [
+    "BlockCopy",
+    "BlockPicture",
+    "BlockTable",
+    "CacheHandleStats",
+    "Inspection",
     "KVCacheConfig",
     "KVSpan",
+    "KvCacheManager",
     "LayerKvCache",
+    "LeakReport",
+    "ManagerStats",
+    "PagedKvCacheHandle",
+    "PagedSpan",
     "ReservedSpan",
+    "SequenceReport",
     "TensorView",
     "__version__",
     "_after_fork_in_child",
@@ -51,6 +63,11 @@ _Float32Memory: TypeAlias = _Float32Array | Buffer | _SupportsDLPack
 # Seconds.
 _Timeout: TypeAlias = SupportsFloat | SupportsIndex | None
 _Indices: TypeAlias = npt.NDArray[np.integer[Any]] | Sequence[SupportsIndex]
+# Ids of tokens or blocks. The element type of an array is checked at run time.
+_Ids: TypeAlias = npt.NDArray[np.integer[Any]] | Buffer | _SupportsDLPack | Sequence[SupportsIndex]
+_ExtraKeys: TypeAlias = (
+    Mapping[int, Iterable[str | bytes]] | Iterable[tuple[SupportsIndex, Iterable[str | bytes]]]
+)
 
 @final
 class KVCacheConfig:
@@ -282,6 +299,428 @@ class TensorView(_ExportsBuffer):
         copy: bool | None = None,
     ) -> CapsuleType: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
+
+@final
+class KvCacheManager:
+    """Blocks of keys and values, which sequences with equal beginnings share."""
+
+    def __new__(
+        cls,
+        num_blocks: SupportsIndex,
+        *,
+        block_size: SupportsIndex = 16,
+        num_layers: SupportsIndex = 1,
+        num_kv_heads: SupportsIndex = 4,
+        head_dim: SupportsIndex = 64,
+        dtype: str | np.dtype[np.float32] | type[np.float32] = "float32",
+        storage: bool = True,
+        prefix_caching: bool = True,
+        merge_duplicates: bool = True,
+        namespace: str | bytes | None = None,
+        epoch: SupportsIndex = 0,
+    ) -> Self: ...
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that sequences can have."""
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of KV heads."""
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+    @property
+    def dtype(self) -> str:
+        """Name of the element type."""
+    @property
+    def has_storage(self) -> bool:
+        """Whether there is memory for keys and values."""
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether sequences share what they have in common."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+    def allocate(
+        self,
+        tokens: _Ids,
+        request_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+        lora_id: str | None = None,
+        extra_keys: _ExtraKeys | None = None,
+        lookahead: SupportsIndex = 0,
+    ) -> PagedKvCacheHandle:
+        """Starts a sequence."""
+    def probe(
+        self,
+        tokens: _Ids,
+        *,
+        cache_salt: str | None = None,
+        lora_id: str | None = None,
+        extra_keys: _ExtraKeys | None = None,
+    ) -> int:
+        """Returns how many tokens would be cached."""
+    def extend(self, handle: PagedKvCacheHandle, num_tokens: SupportsIndex = 1) -> BlockCopy | None:
+        """Makes room for more tokens."""
+    def truncate(self, handle: PagedKvCacheHandle, new_len: SupportsIndex) -> BlockCopy | None:
+        """Makes `new_len` the length."""
+    def fork(self, handle: PagedKvCacheHandle, request_id: str | None = None) -> PagedKvCacheHandle:
+        """Starts a sequence that shares all blocks of another one."""
+    def free(self, handle: PagedKvCacheHandle) -> None:
+        """Gives the blocks of a sequence back."""
+    def free_request(self, request_id: str) -> None:
+        """Gives the blocks of the sequence of this name back."""
+    def write(
+        self,
+        handle: PagedKvCacheHandle,
+        layer: SupportsIndex,
+        position: SupportsIndex,
+        keys: _Float32Memory,
+        values: _Float32Memory,
+    ) -> None:
+        """Writes tokens of a sequence in one layer."""
+    def write_many(
+        self,
+        layer: SupportsIndex,
+        handles: Iterable[PagedKvCacheHandle],
+        positions: _Indices,
+        keys: _Float32Memory,
+        values: _Float32Memory,
+    ) -> None:
+        """Writes one token of each of many sequences in one layer."""
+    def view(
+        self,
+        handle: PagedKvCacheHandle,
+        layer: SupportsIndex,
+        start: SupportsIndex = 0,
+        end: SupportsIndex | None = None,
+    ) -> PagedSpan:
+        """Returns a view of tokens of one layer."""
+    def read_range(
+        self,
+        handle: PagedKvCacheHandle,
+        layer: SupportsIndex,
+        start: SupportsIndex = 0,
+        end: SupportsIndex | None = None,
+    ) -> tuple[_Float32Array, _Float32Array]:
+        """Returns copies of the tokens' keys and values."""
+    def read_range_into(
+        self,
+        handle: PagedKvCacheHandle,
+        layer: SupportsIndex,
+        start: SupportsIndex,
+        end: SupportsIndex,
+        keys_out: _Float32Memory,
+        values_out: _Float32Memory,
+    ) -> None:
+        """Copies tokens to the start of two arrays."""
+    def commit(self, handle: PagedKvCacheHandle, tokens: _Ids) -> None:
+        """Says which tokens were written."""
+    def reset_prefix_cache(self) -> None:
+        """Makes everything that is cached impossible to find."""
+    def stats(self) -> ManagerStats:
+        """Returns the numbers."""
+    def inspect(self) -> Inspection:
+        """Returns a picture of all blocks."""
+    def leak_report(self) -> LeakReport:
+        """Returns who holds blocks."""
+    def check_integrity(self) -> None:
+        """Counts everything again that is kept count of."""
+
+@final
+class PagedKvCacheHandle:
+    """One sequence of a manager, and its hold on its blocks."""
+
+    @property
+    def manager(self) -> KvCacheManager:
+        """The manager that made it."""
+    @property
+    def cache_id(self) -> str:
+        """The name of the handle."""
+    @property
+    def is_valid(self) -> bool:
+        """Whether the handle can be used."""
+    @property
+    def block_table(self) -> BlockTable:
+        """Which blocks the sequence has."""
+    @block_table.setter
+    def block_table(self, table: BlockTable, /) -> None: ...
+    @property
+    def device(self) -> str:
+        """Where the memory is."""
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the sequence."""
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many of the first tokens were there already."""
+    @property
+    def num_committed_tokens(self) -> int:
+        """How many of the first tokens were committed."""
+    @property
+    def tokens(self) -> npt.NDArray[np.uint32]:
+        """The tokens that are known."""
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+    @property
+    def num_heads(self) -> int:
+        """Number of KV heads."""
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+    def clone_handle(self) -> PagedKvCacheHandle:
+        """Returns a handle of its own with the same tokens."""
+    def stats(self) -> CacheHandleStats:
+        """Returns how much the sequence has."""
+    def close(self) -> None:
+        """Frees the sequence, unless that was done before."""
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_exception: object) -> None: ...
+
+@final
+class PagedSpan:
+    """A view of tokens of one layer of a sequence."""
+
+    @property
+    def segments(self) -> list[KVSpan]:
+        """The pieces in order."""
+    @property
+    def num_segments(self) -> int:
+        """Number of pieces."""
+    @property
+    def start(self) -> int:
+        """Position of the first token in the sequence."""
+    @property
+    def end(self) -> int:
+        """Position one past the last token."""
+    @property
+    def num_heads(self) -> int:
+        """Number of KV heads."""
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+    @property
+    def released(self) -> bool:
+        """Whether the view is over."""
+    def release(self) -> None:
+        """Ends the view now."""
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_exception: object) -> None: ...
+    def __iter__(self) -> Iterator[KVSpan]: ...
+    def __len__(self) -> int: ...
+
+@final
+class BlockTable:
+    """Which blocks a sequence has."""
+
+    def __new__(
+        cls,
+        block_size: SupportsIndex,
+        physical_blocks: _Ids = (),
+        sequence_length: SupportsIndex = 0,
+    ) -> Self: ...
+    @property
+    def physical_blocks(self) -> list[int]:
+        """Ids of the sequence's blocks."""
+    @property
+    def logical_to_physical(self) -> list[int]:
+        """Ids by index."""
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of the sequence."""
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+    @property
+    def free_tokens(self) -> int:
+        """How many more tokens there is room for."""
+    @property
+    def has_free_space(self) -> bool:
+        """Whether there is room for one more token."""
+    @staticmethod
+    def blocks_needed_for_length(length: SupportsIndex, block_size: SupportsIndex) -> int:
+        """Returns the number of blocks that tokens need."""
+    def add_blocks(self, blocks: _Ids) -> None:
+        """Appends blocks."""
+    def replace_block(self, block_index: SupportsIndex, block: SupportsIndex) -> int:
+        """Puts a block in the place of another."""
+    def extend_sequence(self, additional: SupportsIndex) -> None:
+        """Makes the sequence longer."""
+    def truncate(self, new_len: SupportsIndex) -> list[int]:
+        """Shortens the sequence."""
+    def slot(self, position: SupportsIndex) -> int:
+        """Returns the slot of a token."""
+    def slot_mapping(self, start: SupportsIndex, end: SupportsIndex) -> npt.NDArray[np.int64]:
+        """Returns the slots of tokens."""
+    def __eq__(self, other: object, /) -> bool: ...
+    __hash__: None  # type: ignore[assignment]
+    def __reduce__(self) -> tuple[type[Self], tuple[int, list[int], int]]: ...
+
+@final
+class BlockCopy:
+    """A block that was replaced by a copy."""
+
+    @property
+    def block_index(self) -> int:
+        """Position of the block in its sequence."""
+    @property
+    def source(self) -> int:
+        """Id of the block that the sequence had."""
+    @property
+    def target(self) -> int:
+        """Id of the block that it has instead."""
+    def __eq__(self, other: object, /) -> bool: ...
+    __hash__: None  # type: ignore[assignment]
+
+@final
+class ManagerStats:
+    """The numbers of a manager."""
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks."""
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody has, and that hold nothing."""
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody has, but whose content can be found."""
+    @property
+    def num_in_use(self) -> int:
+        """Blocks that a sequence or a view has."""
+    @property
+    def num_pinned(self) -> int:
+        """Blocks in use that only a view has."""
+    @property
+    def num_committed(self) -> int:
+        """Blocks whose content can be found."""
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+    @property
+    def num_sequences(self) -> int:
+        """Sequences alive."""
+    @property
+    def query_tokens(self) -> int:
+        """Tokens that were asked for."""
+    @property
+    def hit_tokens(self) -> int:
+        """Those of them that were cached."""
+    @property
+    def miss_tokens(self) -> int:
+        """Those of them that were not."""
+    @property
+    def hit_rate(self) -> float:
+        """The share of the tokens that were cached."""
+    @property
+    def num_allocations(self) -> int:
+        """Allocations that succeeded."""
+    @property
+    def num_failures(self) -> int:
+        """Allocations that were refused."""
+    @property
+    def num_evictions(self) -> int:
+        """Cached blocks that were reused."""
+    @property
+    def num_copies(self) -> int:
+        """Blocks that were copied."""
+    def __eq__(self, other: object, /) -> bool: ...
+    __hash__: None  # type: ignore[assignment]
+
+@final
+class Inspection:
+    """A plain picture of all blocks."""
+
+    @property
+    def free_queue(self) -> list[int]:
+        """Ids of the blocks that nobody has."""
+    @property
+    def blocks(self) -> list[BlockPicture]:
+        """Every block."""
+    def __eq__(self, other: object, /) -> bool: ...
+    __hash__: None  # type: ignore[assignment]
+
+@final
+class BlockPicture:
+    """One block in an inspection."""
+
+    @property
+    def block(self) -> int:
+        """Id of the block."""
+    @property
+    def state(self) -> Literal["free", "cached", "in_use", "pinned"]:
+        """Who has it."""
+    @property
+    def reference_count(self) -> int:
+        """Sequences that hold it."""
+    @property
+    def pin_count(self) -> int:
+        """Views that pin it."""
+    @property
+    def key(self) -> bytes | None:
+        """The name of its content."""
+    def __eq__(self, other: object, /) -> bool: ...
+    __hash__: None  # type: ignore[assignment]
+
+@final
+class LeakReport:
+    """Who holds blocks."""
+
+    @property
+    def sequences(self) -> list[SequenceReport]:
+        """The sequences alive."""
+    @property
+    def pinned_blocks(self) -> list[tuple[int, int]]:
+        """Blocks with views, and how many."""
+    def __bool__(self) -> bool: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    __hash__: None  # type: ignore[assignment]
+
+@final
+class SequenceReport:
+    """One sequence in a leak report."""
+
+    @property
+    def cache_id(self) -> str:
+        """The name of its handle."""
+    @property
+    def request_id(self) -> str | None:
+        """The name it was allocated under."""
+    @property
+    def blocks(self) -> list[int]:
+        """Ids of its blocks."""
+    def __eq__(self, other: object, /) -> bool: ...
+    __hash__: None  # type: ignore[assignment]
+
+@final
+class CacheHandleStats:
+    """What a handle has."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the sequence's memory."""
+    @property
+    def blocks_allocated(self) -> int:
+        """Blocks of the sequence."""
+    @property
+    def tokens_stored(self) -> int:
+        """Tokens of the sequence."""
+    @property
+    def utilization(self) -> float:
+        """The share of the slots that have a token."""
+    @property
+    def last_access(self) -> float:
+        """When the handle was last used."""
 
 def _after_fork_in_child(had_threads: bool) -> None:
     """Marks all existing objects as the parent's."""

@@ -9,20 +9,37 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 __all__ = [
+    "BlockIndexError",
+    "BlocksInUseError",
     "CapacityExceededError",
+    "CorruptedError",
+    "DuplicateBlockError",
+    "ForeignHandleError",
     "ForkedError",
+    "InconsistentTableError",
     "InvalidConfigError",
     "InvalidInputError",
     "KvCacheError",
     "KvTimeoutError",
+    "LayerOutOfRangeError",
+    "LayersDifferError",
+    "NoStorageError",
     "NotInitializedError",
+    "OutOfBlocksError",
     "OutOfMemoryError",
     "OutOfRangeError",
     "PinnedError",
     "ReleasedError",
+    "RequestExistsError",
     "ReservedError",
+    "SlotOverflowError",
+    "StaleHandleError",
+    "TokenMismatchError",
+    "UnknownBlockError",
+    "UnknownRequestError",
     "ViewsAliveError",
     "WouldDeadlockError",
+    "WrongBlockStateError",
 ]
 
 
@@ -133,6 +150,147 @@ class WouldDeadlockError(KvCacheError, RuntimeError):
 
     Callbacks from Python run under a pin and no lock, so Python code does not normally meet this.
     """
+
+
+class OutOfBlocksError(KvCacheError, MemoryError):
+    """A call had to take ``needed`` blocks, but only ``free`` and ``evictable`` ones are there.
+
+    Blocks that only views keep, ``pinned`` of them, come back when the views are gone.
+    """
+
+    _fields = ("needed", "free", "evictable", "pinned")
+    needed: int
+    free: int
+    evictable: int
+    pinned: int
+
+
+class StaleHandleError(KvCacheError, ValueError):
+    """The handle ``cache_id`` was used, or freed again, after its sequence was freed."""
+
+    _fields = ("cache_id",)
+    cache_id: str
+
+
+class ForeignHandleError(KvCacheError, ValueError):
+    """The handle ``cache_id`` was given to a manager that did not make it."""
+
+    _fields = ("cache_id",)
+    cache_id: str
+
+
+class RequestExistsError(KvCacheError, ValueError):
+    """A live sequence has the name ``request_id`` already."""
+
+    _fields = ("request_id",)
+    request_id: str
+
+
+class UnknownRequestError(KvCacheError, KeyError):
+    """No live sequence has the name ``request_id``; to free a request twice ends here."""
+
+    _fields = ("request_id",)
+    request_id: str
+
+
+class TokenMismatchError(KvCacheError, ValueError):
+    """The token at position ``token`` is not the one that the sequence was allocated with."""
+
+    _fields = ("token",)
+    token: int
+
+
+class LayerOutOfRangeError(KvCacheError, IndexError):
+    """There is no layer ``layer``: there are ``num_layers``.
+
+    Also for a number that is no layer anywhere, such as a negative one; both fields are ``None``.
+    """
+
+    _fields = ("layer", "num_layers")
+    layer: int | None
+    num_layers: int | None
+
+
+class LayersDifferError(KvCacheError, ValueError):
+    """The cache of layer ``layer`` does not have the shape, or the capacity, of that of layer 0."""
+
+    _fields = ("layer",)
+    layer: int
+
+
+class NoStorageError(KvCacheError, RuntimeError):
+    """A manager that keeps count of blocks alone was asked for their content."""
+
+
+class BlocksInUseError(KvCacheError, RuntimeError):
+    """The prefix cache can not be reset while ``in_use`` blocks are in use, or pinned by views."""
+
+    _fields = ("in_use",)
+    in_use: int
+
+
+class UnknownBlockError(KvCacheError, IndexError):
+    """There is no block ``block``: the blocks are 1 to ``num_blocks``.
+
+    In a block table, which knows of no pool, ``num_blocks`` is ``None``.
+    """
+
+    _fields = ("block", "num_blocks")
+    block: int
+    num_blocks: int | None
+
+
+class BlockIndexError(KvCacheError, IndexError):
+    """A sequence has no block at ``block_index``: it has ``num_blocks``."""
+
+    _fields = ("block_index", "num_blocks")
+    block_index: int
+    num_blocks: int
+
+
+class DuplicateBlockError(KvCacheError, ValueError):
+    """The block ``block`` would be in a block table twice."""
+
+    _fields = ("block",)
+    block: int
+
+
+class InconsistentTableError(KvCacheError, ValueError):
+    """A block table contradicts itself, or what the sequence has; ``reason`` says how."""
+
+    _fields = ("reason",)
+    reason: str
+
+
+class WrongBlockStateError(KvCacheError, RuntimeError):
+    """The block ``block`` is ``state``, but it must be ``wanted``.
+
+    Two sequences that share a block they did not write commit it with different tokens, for example.
+    """
+
+    _fields = ("block", "state", "wanted")
+    block: int
+    state: str
+    wanted: str
+
+
+class SlotOverflowError(KvCacheError, OverflowError):
+    """The slot of the token at position ``token`` is too large a number."""
+
+    _fields = ("token",)
+    token: int
+
+
+class CorruptedError(KvCacheError, RuntimeError):
+    """The books contradict themselves: ``what`` should be ``recorded``, but is ``counted``.
+
+    That is a bug in this package.
+    """
+
+    _fields = ("what", "recorded", "counted")
+    what: str
+    recorded: int
+    counted: int
 
 
 class ForkedError(KvCacheError, RuntimeError):

@@ -389,7 +389,35 @@ impl<T: Element> PagedKvCacheHandle<T> {
         }
     }
 
+    /// Checks that tokens can be read, up to the last one if there is no `end`.
+    #[cfg(feature = "python")]
+    pub(crate) fn check_readable(
+        &self,
+        layer: usize,
+        start: usize,
+        end: Option<usize>,
+    ) -> Result<Range<usize>> {
+        self.lease.store().rows()?;
+        let entered = self.lease.enter()?;
+        self.check_table(&entered)?;
+        let end = end.unwrap_or(self.readable());
+        self.check_read(layer, start, end)?;
+        Ok(start..end)
+    }
+
     // The table
+
+    /// Puts `table` in the place of the sequence's, and makes the sequence as long as it says.
+    #[cfg(feature = "python")]
+    pub(crate) fn set_table(&mut self, table: BlockTable) -> Result<()> {
+        let known = (std::mem::replace(&mut self.table, table), self.edited);
+        self.edited = true;
+        let result = self.sync();
+        if result.is_err() {
+            (self.table, self.edited) = known;
+        }
+        result
+    }
 
     /// Checks what a caller did to the table, without acting on it.
     fn check_table(&self, entered: &Entered<'_>) -> Result<()> {

@@ -64,6 +64,23 @@ impl Default for KvCacheManagerConfig {
     }
 }
 
+impl KvCacheManagerConfig {
+    /// The chain of a sequence that is still empty.
+    fn chain(&self, options: &RequestOptions<'_>) -> Result<KeyChain> {
+        let root = KeyRoot {
+            namespace: self.namespace.as_deref(),
+            cache_salt: options.cache_salt,
+            lora_id: options.lora_id,
+            epoch: self.epoch,
+        };
+        let mut chain = KeyChain::new(root.key()?, self.block_size)?;
+        for (block_index, extra_keys) in options.extra_keys {
+            chain.set_extra_keys(*block_index, extra_keys)?;
+        }
+        Ok(chain)
+    }
+}
+
 /// Where the content of blocks is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Storage {
@@ -202,8 +219,8 @@ impl<T: Element> KvCacheManager<T> {
                 return Err(KvError::InvalidConfig { field });
             }
         }
-        // Every sequence has one.
-        KeyChain::new(KeyRoot::default().key()?, block_size)?;
+        // Whatever no sequence could have a key of.
+        config.chain(&RequestOptions::default())?;
         let shape = BlockShape { block_size, num_layers, num_kv_heads, head_dim: config.head_dim };
         let has_storage = config.storage == Storage::Owned;
         let store = Store::new(num_blocks, shape, config.duplicates, has_storage)?;
@@ -213,6 +230,11 @@ impl<T: Element> KvCacheManager<T> {
     /// Returns what the manager was made of.
     pub fn config(&self) -> &KvCacheManagerConfig {
         &self.config
+    }
+
+    /// Returns the bytes of all blocks, the null block included; 0 without storage.
+    pub fn nbytes(&self) -> usize {
+        self.store.nbytes()
     }
 
     // Sequences
@@ -464,6 +486,18 @@ impl<T: Element> KvCacheManager<T> {
         handle.read_range_into(layer, range, keys, values)
     }
 
+    #[cfg(feature = "python")]
+    pub(crate) fn check_readable(
+        &self,
+        handle: &PagedKvCacheHandle<T>,
+        layer: usize,
+        start: usize,
+        end: Option<usize>,
+    ) -> Result<Range<usize>> {
+        self.check(handle)?;
+        handle.check_readable(layer, start, end)
+    }
+
     /// Says that `tokens` are what follows the committed ones, and that their keys and values are
     /// written in all layers. The blocks that are full can be found from now on.
     ///
@@ -539,16 +573,7 @@ impl<T: Element> KvCacheManager<T> {
     }
 
     fn chain(&self, tokens: &[u32], options: &RequestOptions<'_>) -> Result<KeyChain> {
-        let root = KeyRoot {
-            namespace: self.config.namespace.as_deref(),
-            cache_salt: options.cache_salt,
-            lora_id: options.lora_id,
-            epoch: self.config.epoch,
-        };
-        let mut chain = KeyChain::new(root.key()?, self.config.block_size)?;
-        for (block_index, extra_keys) in options.extra_keys {
-            chain.set_extra_keys(*block_index, extra_keys)?;
-        }
+        let mut chain = self.config.chain(options)?;
         chain.extend(tokens);
         Ok(chain)
     }

@@ -381,26 +381,36 @@ impl<'a, U> From<&'a mut [U]> for Space<'a, U> {
 }
 
 impl<U> Run<'_, U> {
+    /// # Safety
+    ///
+    /// `values` is aligned and readable for `len` values during the lifetime of the result.
+    #[cfg(feature = "python")]
+    pub(crate) unsafe fn from_raw(values: NonNull<U>, len: usize) -> Self {
+        Self { values, len, _owner: PhantomData }
+    }
+
     fn part(&self, values: &Range<usize>) -> Self {
         let first = part(self.values, self.len, values);
         Self { values: first, len: values.len(), _owner: PhantomData }
     }
 
     /// As many values at a time, and what is left.
-    fn chunks(&self, len: usize) -> impl Iterator<Item = Self> {
+    pub(crate) fn chunks(&self, len: usize) -> impl Iterator<Item = Self> {
         (0..self.len).step_by(len).map(move |at| self.part(&(at..self.len.min(at + len))))
     }
 }
 
-impl Run<'_, f32> {
-    /// Copies all numbers to the start of `scratch`, which has room for them.
-    fn copy<'s>(&self, scratch: &'s mut [f32]) -> &'s [f32] {
+impl<U: Pod> Run<'_, U> {
+    /// Copies all values to the start of `scratch`, which has room for them.
+    pub(crate) fn copy<'s>(&self, scratch: &'s mut [U]) -> &'s [U] {
         let copy = &mut scratch[..self.len];
-        // SAFETY: the numbers are readable by the type's invariant, and the copy has as many.
+        // SAFETY: the values are readable by the type's invariant, and the copy has as many.
         unsafe { self.values.copy_to(NonNull::from(&mut *copy).cast(), self.len) };
         copy
     }
+}
 
+impl Run<'_, f32> {
     /// The largest magnitude; infinite or NaN if any number is.
     fn largest(&self, scratch: &mut [f32]) -> f32 {
         self.chunks(SCRATCH).fold(0.0, |so_far, part| largest(so_far, part.copy(scratch)))
@@ -440,7 +450,8 @@ impl<'a, T: Element> Source<'a, T> {
     /// `elements` is aligned and readable for `len` elements during the lifetime of the result.
     #[cfg(feature = "python")]
     pub(crate) unsafe fn from_raw(elements: NonNull<T>, len: usize) -> Self {
-        Self::without_scales(Run { values: elements, len, _owner: PhantomData })
+        // SAFETY: the caller's promise.
+        Self::without_scales(unsafe { Run::from_raw(elements, len) })
     }
 
     pub(crate) fn len(&self) -> usize {

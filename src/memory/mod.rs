@@ -31,6 +31,8 @@ mod pins;
 mod rows;
 
 pub(crate) use block_rows::{BlockRows, BlockSlots, PinnedBlockRows};
+#[cfg(feature = "python")]
+pub(crate) use buffer::Run;
 pub(crate) use buffer::{Source, Stored, Target};
 pub(crate) use deadline::{Deadline, Patience};
 pub(crate) use rows::{PinnedRows, ReservedRows, RowWrite, Rows};

@@ -8,13 +8,12 @@ use pyo3::types::{PyRange, PyTuple};
 
 use super::buffer::{Foreign, Lease, Opened, Room, Side, Tokens, Wanted, new_array};
 use super::config::PyKVCacheConfig;
-use super::convert::{NumTokens, Seconds};
+use super::convert::{NumTokens, Seconds, in_entry, positions_of, push};
 use super::error::InvalidInputError;
 use super::fork::{self, ProcessLocal};
 use super::patience;
 use super::reserved::{PyReservedSpan, positions};
 use super::span::PyKVSpan;
-use crate::error::KvError;
 use crate::layer::{LayerKvCache, PinnedSpan};
 use crate::memory::RowWrite;
 
@@ -177,7 +176,7 @@ impl PyLayerKvCache {
         timeout: Option<Seconds>,
     ) -> PyResult<()> {
         // First, since it may run Python code, which may take the memory of an array away.
-        let tokens = token_indices(token_idxs)?;
+        let tokens = positions_of(token_idxs)?;
         let (keys, values) = Foreign::pair([keys, values], self.wanted(Tokens::Many))?;
         let width = self.config.config.token_width();
         let given = (tokens.len(), keys.len() / width, values.len() / width);
@@ -534,36 +533,4 @@ fn entry_fields<'py>(
         ),)));
     }
     Ok((entry.get_item(0)?.extract()?, entry.get_item(1)?, entry.get_item(2)?))
-}
-
-/// The elements of an array or any other iterable of integers.
-fn token_indices(token_idxs: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
-    let py = token_idxs.py();
-    let mut tokens = Vec::new();
-    for (index, token) in token_idxs.try_iter()?.enumerate() {
-        let token: PyResult<NumTokens> = token?.extract();
-        push(py, &mut tokens, token.map_err(|error| in_entry(py, index, error))?.0)?;
-    }
-    Ok(tokens)
-}
-
-/// Appends what comes out of an iterator that may never end.
-fn push<T>(py: Python<'_>, items: &mut Vec<T>, item: T) -> PyResult<()> {
-    if items.len() == items.capacity() {
-        // Seldom enough to look for Ctrl-C, and often enough for it.
-        py.check_signals()?;
-        let bytes = size_of_val(items.as_slice()).saturating_mul(2);
-        items
-            .try_reserve(items.len().clamp(16, 1 << 16))
-            .map_err(|_| KvError::OutOfMemory { bytes })?;
-    }
-    items.push(item);
-    Ok(())
-}
-
-/// Says in `error` which entry of a batch it is about.
-fn in_entry(py: Python<'_>, index: usize, error: PyErr) -> PyErr {
-    // If that fails, nothing but the note is lost.
-    let _ = error.add_note(py, format!("in entry {index} of the batch"));
-    error
 }

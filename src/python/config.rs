@@ -126,7 +126,7 @@ impl PyKVCacheConfig {
 
 /// One number of the geometry; zero is left to the geometry's own check.
 #[derive(Clone, Copy)]
-struct Dimension(usize);
+pub(super) struct Dimension(pub(super) usize);
 
 impl<'py> FromPyObject<'_, 'py> for Dimension {
     type Error = PyErr;
@@ -147,7 +147,7 @@ impl<'py> FromPyObject<'_, 'py> for Dimension {
 
 /// An element type by its name, or as anything that NumPy takes for a dtype.
 #[derive(Clone, Copy)]
-struct Dtype(DType);
+pub(super) struct Dtype(pub(super) DType);
 
 impl<'py> FromPyObject<'_, 'py> for Dtype {
     type Error = PyErr;

@@ -5,7 +5,8 @@ use std::time::Duration;
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 
-use super::error::{InvalidInputError, OutOfRangeError};
+use super::error::{InvalidInputError, LayerOutOfRangeError, OutOfRangeError};
+use crate::error::KvError;
 
 /// A position or a number of tokens: any object with `__index__`, zero or more.
 #[derive(Clone, Copy, Debug)]
@@ -26,6 +27,32 @@ impl<'py> FromPyObject<'_, 'py> for NumTokens {
             Err(error) => Err(error),
         }
     }
+}
+
+/// The number of a layer: any object with `__index__`, zero or more.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Layer(pub(super) usize);
+
+impl<'py> FromPyObject<'_, 'py> for Layer {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        match object.extract::<usize>() {
+            Ok(layer) => Ok(Self(layer)),
+            Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
+                Err(LayerOutOfRangeError::new_err((format!(
+                    "{} is no layer: the first is 0, and there are fewer than 2**64",
+                    number(&object)
+                ),)))
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// How an error calls the type of an object.
+pub(super) fn type_name(object: &Bound<'_, PyAny>) -> String {
+    object.get_type().name().map_or_else(|_| "another object".to_owned(), |name| name.to_string())
 }
 
 /// How an error writes a number of any size. (Python refuses to write a very long one.)
@@ -62,4 +89,36 @@ impl<'py> FromPyObject<'_, 'py> for Seconds {
         }
         Ok(Self(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)))
     }
+}
+
+/// The elements of an array or any other iterable of integers.
+pub(super) fn positions_of(positions: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
+    let py = positions.py();
+    let mut numbers = Vec::new();
+    for (index, token) in positions.try_iter()?.enumerate() {
+        let token: PyResult<NumTokens> = token?.extract();
+        push(py, &mut numbers, token.map_err(|error| in_entry(py, index, error))?.0)?;
+    }
+    Ok(numbers)
+}
+
+/// Appends what comes out of an iterator that may never end.
+pub(super) fn push<T>(py: Python<'_>, items: &mut Vec<T>, item: T) -> PyResult<()> {
+    if items.len() == items.capacity() {
+        // Seldom enough to look for Ctrl-C, and often enough for it.
+        py.check_signals()?;
+        let bytes = size_of_val(items.as_slice()).saturating_mul(2);
+        items
+            .try_reserve(items.len().clamp(16, 1 << 16))
+            .map_err(|_| KvError::OutOfMemory { bytes })?;
+    }
+    items.push(item);
+    Ok(())
+}
+
+/// Says in `error` which entry of a batch it is about.
+pub(super) fn in_entry(py: Python<'_>, index: usize, error: PyErr) -> PyErr {
+    // If that fails, nothing but the note is lost.
+    let _ = error.add_note(py, format!("in entry {index} of the batch"));
+    error
 }

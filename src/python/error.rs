@@ -17,20 +17,37 @@ macro_rules! import_exceptions {
 }
 
 import_exceptions!(
+    BlockIndexError,
+    BlocksInUseError,
     CapacityExceededError,
+    CorruptedError,
+    DuplicateBlockError,
+    ForeignHandleError,
     ForkedError,
+    InconsistentTableError,
     InvalidConfigError,
     InvalidInputError,
     KvCacheError,
     KvTimeoutError,
+    LayerOutOfRangeError,
+    LayersDifferError,
+    NoStorageError,
     NotInitializedError,
+    OutOfBlocksError,
     OutOfMemoryError,
     OutOfRangeError,
     PinnedError,
     ReleasedError,
+    RequestExistsError,
     ReservedError,
+    SlotOverflowError,
+    StaleHandleError,
+    TokenMismatchError,
+    UnknownBlockError,
+    UnknownRequestError,
     ViewsAliveError,
     WouldDeadlockError,
+    WrongBlockStateError,
 );
 
 impl From<KvError> for PyErr {
@@ -42,7 +59,9 @@ impl From<KvError> for PyErr {
 /// The exception for `error`: its message, then the numbers in the order of the class's fields.
 fn to_python(error: &KvError, message: String) -> PyErr {
     match error {
-        KvError::InvalidConfig { .. } | KvError::SizeOverflow { .. } => {
+        KvError::InvalidConfig { .. }
+        | KvError::SizeOverflow { .. }
+        | KvError::TooLarge { what: "num_blocks" | "block_size", .. } => {
             InvalidConfigError::new_err((message,))
         }
         KvError::OutOfMemory { bytes } => OutOfMemoryError::new_err((message, *bytes)),
@@ -50,7 +69,10 @@ fn to_python(error: &KvError, message: String) -> PyErr {
         | KvError::LengthMismatch { .. }
         | KvError::WidthMismatch { .. }
         | KvError::NotFinite { .. }
-        | KvError::OutputTooShort { .. } => InvalidInputError::new_err((message,)),
+        | KvError::OutputTooShort { .. }
+        | KvError::TooLarge { .. }
+        | KvError::AlreadyKeyed { .. }
+        | KvError::CountMismatch { .. } => InvalidInputError::new_err((message,)),
         KvError::NotInitialized => NotInitializedError::new_err((message,)),
         KvError::BatchEntry { source, .. } => to_python(source, message),
         KvError::CapacityExceeded { range, capacity } => {
@@ -71,25 +93,42 @@ fn to_python(error: &KvError, message: String) -> PyErr {
         KvError::Timeout { range, pins } => {
             KvTimeoutError::new_err((message, range.start, range.end, *pins))
         }
-        KvError::TooLarge { .. }
-        | KvError::OutOfBlocks { .. }
-        | KvError::UnknownBlock { .. }
-        | KvError::WrongBlockState { .. }
-        | KvError::DuplicateBlock { .. }
-        | KvError::BlockIndexOutOfRange { .. }
-        | KvError::InconsistentTable { .. }
-        | KvError::SlotOverflow { .. }
-        | KvError::AlreadyKeyed { .. }
-        | KvError::BlocksInUse { .. }
-        | KvError::LayerOutOfRange { .. }
-        | KvError::LayersDiffer { .. }
-        | KvError::CountMismatch { .. }
-        | KvError::StaleHandle { .. }
-        | KvError::ForeignHandle { .. }
-        | KvError::RequestExists { .. }
-        | KvError::UnknownRequest { .. }
-        | KvError::TokenMismatch { .. }
-        | KvError::NoStorage
-        | KvError::Corrupted { .. } => KvCacheError::new_err((message,)),
+        KvError::OutOfBlocks { needed, free, evictable, pinned } => {
+            OutOfBlocksError::new_err((message, *needed, *free, *evictable, *pinned))
+        }
+        KvError::UnknownBlock { block, num_blocks } => {
+            UnknownBlockError::new_err((message, *block, *num_blocks))
+        }
+        KvError::WrongBlockState { block, state, wanted } => {
+            WrongBlockStateError::new_err((message, *block, *state, *wanted))
+        }
+        KvError::DuplicateBlock { block } => DuplicateBlockError::new_err((message, *block)),
+        KvError::BlockIndexOutOfRange { block_index, num_blocks } => {
+            BlockIndexError::new_err((message, *block_index, *num_blocks))
+        }
+        KvError::InconsistentTable { reason } => {
+            InconsistentTableError::new_err((message, *reason))
+        }
+        KvError::SlotOverflow { token } => SlotOverflowError::new_err((message, *token)),
+        KvError::BlocksInUse { in_use } => BlocksInUseError::new_err((message, *in_use)),
+        KvError::LayerOutOfRange { layer, num_layers } => {
+            LayerOutOfRangeError::new_err((message, *layer, *num_layers))
+        }
+        KvError::LayersDiffer { layer } => LayersDifferError::new_err((message, *layer)),
+        KvError::StaleHandle { cache_id } => StaleHandleError::new_err((message, cache_id.clone())),
+        KvError::ForeignHandle { cache_id } => {
+            ForeignHandleError::new_err((message, cache_id.clone()))
+        }
+        KvError::RequestExists { request_id } => {
+            RequestExistsError::new_err((message, request_id.clone()))
+        }
+        KvError::UnknownRequest { request_id } => {
+            UnknownRequestError::new_err((message, request_id.clone()))
+        }
+        KvError::TokenMismatch { token } => TokenMismatchError::new_err((message, *token)),
+        KvError::NoStorage => NoStorageError::new_err((message,)),
+        KvError::Corrupted { what, recorded, counted } => {
+            CorruptedError::new_err((message, *what, *recorded, *counted))
+        }
     }
 }

@@ -38,15 +38,26 @@ pub(super) fn check_process() -> PyResult<()> {
 
 /// A value that only the process that made it uses and drops.
 #[derive(Debug)]
-pub(super) struct ProcessLocal<T> {
+pub(super) struct ProcessLocal<T: Send> {
     generation: usize,
+    drop_detached: bool,
     /// Present until it is dropped.
     value: Option<T>,
 }
 
-impl<T> ProcessLocal<T> {
+impl<T: Send> ProcessLocal<T> {
     pub(super) fn new(value: T) -> Self {
-        Self { generation: GENERATION.load(Ordering::Relaxed), value: Some(value) }
+        Self::made_here(value, false)
+    }
+
+    /// Of a value whose destructor waits for locks, or takes long: wherever Python drops it, that
+    /// happens detached. The value leads to no Python object.
+    pub(super) fn with_long_drop(value: T) -> Self {
+        Self::made_here(value, true)
+    }
+
+    fn made_here(value: T, drop_detached: bool) -> Self {
+        Self { generation: GENERATION.load(Ordering::Relaxed), drop_detached, value: Some(value) }
     }
 
     pub(super) fn get(&self) -> PyResult<&T> {
@@ -61,11 +72,15 @@ impl<T> ProcessLocal<T> {
     }
 }
 
-impl<T> Drop for ProcessLocal<T> {
+impl<T: Send> Drop for ProcessLocal<T> {
     fn drop(&mut self) {
+        let mut value = self.value.take();
         if !self.is_ours() {
             // Leaked on purpose: to drop it could wait for a lock that nobody will let go.
-            std::mem::forget(self.value.take());
+            std::mem::forget(value);
+        } else if self.drop_detached {
+            // If that can not be, as at exit, it is dropped below.
+            Python::try_attach(|py| py.detach(|| drop(value.take())));
         }
     }
 }

@@ -7,6 +7,7 @@
 #![expect(clippy::doc_markdown, reason = "doc comments of Python classes are Python's docstrings")]
 #![expect(clippy::unused_self, reason = "methods and properties of Python objects take self")]
 
+mod blocks;
 mod buffer;
 mod cache;
 mod config;
@@ -25,6 +26,12 @@ use pyo3::prelude::*;
 mod _kvspan {
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use super::blocks::{
+        PyBlockCopy, PyBlockPicture, PyBlockTable, PyCacheHandleStats, PyInspection,
+        PyKvCacheManager, PyLeakReport, PyManagerStats, PyPagedKvCacheHandle, PyPagedSpan,
+        PySequenceReport,
+    };
     #[pymodule_export]
     use super::buffer::PyTensorView;
     #[pymodule_export]

@@ -14,6 +14,11 @@ const ATTACHED_COPY_BYTES: usize = 64 * 1024;
 /// How long a wait goes on between two looks for signals.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 
+/// Whether so many bytes are copied detached.
+pub(super) fn is_long_copy(bytes: usize) -> bool {
+    bytes > ATTACHED_COPY_BYTES
+}
+
 /// Runs `call`, attached if it is short and need not wait.
 ///
 /// `call` is given what it may wait for, and reports [`KvError::Timeout`] when that is over, having
@@ -26,7 +31,7 @@ pub(super) fn run<R: Send>(
     timeout: Option<Duration>,
     call: impl Fn(Patience) -> Result<R> + Send + Sync,
 ) -> PyResult<R> {
-    if bytes <= ATTACHED_COPY_BYTES {
+    if !is_long_copy(bytes) {
         match call(Patience { deadline: Deadline::Now, for_pins: timeout.is_some() }) {
             Err(KvError::Timeout { .. }) => {}
             done => return Ok(done?),
@@ -50,6 +55,19 @@ fn run_detached<R: Send>(
         match py.detach(|| call(patience)) {
             Err(KvError::Timeout { .. }) if !last => py.check_signals()?,
             done => return Ok(done?),
+        }
+    }
+}
+
+/// Runs `attempt` detached, again and again, until it has a result. It is given how long it may wait.
+pub(super) fn wait<R: Send>(
+    py: Python<'_>,
+    mut attempt: impl FnMut(Duration) -> Option<R> + Send,
+) -> PyResult<R> {
+    loop {
+        match py.detach(|| attempt(SIGNAL_INTERVAL)) {
+            Some(done) => return Ok(done),
+            None => py.check_signals()?,
         }
     }
 }

@@ -10,11 +10,11 @@ use crate::layer::PinnedSpan;
 
 /// A view of tokens: keys and values where they lie, which do not change while the view lives.
 ///
-/// Made by ``LayerKvCache.view`` and passed to the callback of ``with_read_range``. The tokens stay
-/// pinned until the last array, memoryview, tensor or capsule over them is gone, or until
-/// ``release()``. Appending to the cache is never disturbed; what would change the tokens raises
-/// PinnedError. As a context manager it gives up its own share of the pin at the end of the block;
-/// arrays that are still alive keep theirs.
+/// Made by ``LayerKvCache.view`` and passed to the callback of ``with_read_range``; those of a
+/// ``PagedSpan`` are one block each. The tokens stay pinned until the last array, memoryview, tensor
+/// or capsule over them is gone, or until ``release()``. Appending to the cache is never disturbed;
+/// what would change the tokens raises PinnedError. As a context manager it gives up its own share of
+/// the pin at the end of the block; arrays that are still alive keep theirs.
 ///
 /// Examples
 /// --------
@@ -40,6 +40,15 @@ impl PyKVSpan {
         let (num_heads, head_dim) = (pinned.num_heads(), pinned.head_dim());
         let range = pinned.range();
         Ok(Self { range, num_heads, head_dim, lease: Lease::pinned(py, pinned)? })
+    }
+
+    /// The piece of a sequence that lies in one block.
+    pub(super) fn of_piece(
+        range: Range<usize>,
+        [num_heads, head_dim]: [usize; 2],
+        lease: Lease,
+    ) -> Self {
+        Self { range, num_heads, head_dim, lease }
     }
 }
 

@@ -75,6 +75,12 @@ impl<T: Element> Store<T> {
         self.rows.as_ref().map_or(0, |rows| rows.geometry().block_bytes)
     }
 
+    /// Bytes of all blocks, the null block included; 0 without storage.
+    pub(crate) fn nbytes(&self) -> usize {
+        let places = self.rows.as_ref().map_or(0, |rows| rows.geometry().num_places);
+        places * self.block_bytes()
+    }
+
     pub(crate) fn rows(&self) -> Result<&Arc<BlockRows<T>>> {
         self.rows.as_ref().ok_or(KvError::NoStorage)
     }

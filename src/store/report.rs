@@ -2,7 +2,7 @@
 
 use crate::block::BlockState;
 use crate::hash::BlockKey;
-use crate::ids::BlockId;
+use crate::ids::{BlockId, ratio};
 
 /// A block that was replaced by a copy, because its content was about to change and others need it.
 ///
@@ -55,6 +55,13 @@ pub struct ManagerStats {
     pub num_evictions: u64,
     /// Blocks that were copied because one of several owners was about to write.
     pub num_copies: u64,
+}
+
+impl ManagerStats {
+    /// Returns the share of the tokens asked for that were cached; 0 before any was.
+    pub fn hit_rate(&self) -> f64 {
+        ratio(self.hit_tokens, self.query_tokens)
+    }
 }
 
 /// A plain picture of all blocks, for tests and tools.

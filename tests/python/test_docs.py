@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 CLASSES = [value for value in vars(kvspan).values() if isinstance(value, type)]
 EXTENSION_CLASSES = [one for one in CLASSES if not issubclass(one, BaseException)]
 MEMBERS = [
-    pytest.param(member, id=f"{one.__name__}.{name}")
+    pytest.param(getattr(member, "__func__", member), id=f"{one.__name__}.{name}")
     for one in EXTENSION_CLASSES
     for name, member in vars(one).items()
     if not name.startswith("_")
@@ -45,6 +45,7 @@ def test_examples_run(example):
 def test_examples_are_found():
     found = {param.id.split(".")[0] for param in examples()}
     assert found >= {"LayerKvCache", "KVCacheConfig", "KVSpan", "ReservedSpan"}
+    assert found >= {"KvCacheManager", "PagedKvCacheHandle", "PagedSpan", "BlockTable"}
 
 
 def readme_examples():
@@ -111,8 +112,38 @@ def test_help_is_written_for_python(one):
 
 
 SIGNATURES = {
+    "BlockTable": "(block_size, physical_blocks=(), sequence_length=0)",
+    "BlockTable.add_blocks": "(self, /, blocks)",
+    "BlockTable.blocks_needed_for_length": "(length, block_size)",
+    "BlockTable.extend_sequence": "(self, /, additional)",
+    "BlockTable.replace_block": "(self, /, block_index, block)",
+    "BlockTable.slot": "(self, /, position)",
+    "BlockTable.slot_mapping": "(self, /, start, end)",
+    "BlockTable.truncate": "(self, /, new_len)",
     "KVCacheConfig": "(max_tokens_per_seq=8192, num_heads=4, hidden_dim_per_head=64, "
     "dtype='float32')",
+    "KvCacheManager": "(num_blocks, *, block_size=16, num_layers=1, num_kv_heads=4, head_dim=64, "
+    "dtype='float32', storage=True, prefix_caching=True, merge_duplicates=True, namespace=None, "
+    "epoch=0)",
+    "KvCacheManager.allocate": "(self, /, tokens, request_id=None, *, cache_salt=None, "
+    "lora_id=None, extra_keys=None, lookahead=0)",
+    "KvCacheManager.check_integrity": "(self, /)",
+    "KvCacheManager.commit": "(self, /, handle, tokens)",
+    "KvCacheManager.extend": "(self, /, handle, num_tokens=1)",
+    "KvCacheManager.fork": "(self, /, handle, request_id=None)",
+    "KvCacheManager.free": "(self, /, handle)",
+    "KvCacheManager.free_request": "(self, /, request_id)",
+    "KvCacheManager.inspect": "(self, /)",
+    "KvCacheManager.leak_report": "(self, /)",
+    "KvCacheManager.probe": "(self, /, tokens, *, cache_salt=None, lora_id=None, extra_keys=None)",
+    "KvCacheManager.read_range": "(self, /, handle, layer, start=0, end=None)",
+    "KvCacheManager.read_range_into": "(self, /, handle, layer, start, end, keys_out, values_out)",
+    "KvCacheManager.reset_prefix_cache": "(self, /)",
+    "KvCacheManager.stats": "(self, /)",
+    "KvCacheManager.truncate": "(self, /, handle, new_len)",
+    "KvCacheManager.view": "(self, /, handle, layer, start=0, end=None)",
+    "KvCacheManager.write": "(self, /, handle, layer, position, keys, values)",
+    "KvCacheManager.write_many": "(self, /, layer, handles, positions, keys, values)",
     "LayerKvCache": "(config=None)",
     "LayerKvCache.append": "(self, /, keys, values)",
     "LayerKvCache.initialize": "(self, /, seq_len)",
@@ -130,6 +161,10 @@ SIGNATURES = {
     "LayerKvCache.write_kv": "(self, /, token_idx, keys, values, *, timeout=None)",
     "LayerKvCache.write_kv_batch": "(self, /, token_idxs, keys=None, values=None, *, timeout=None)",
     "KVSpan.release": "(self, /)",
+    "PagedKvCacheHandle.clone_handle": "(self, /)",
+    "PagedKvCacheHandle.close": "(self, /)",
+    "PagedKvCacheHandle.stats": "(self, /)",
+    "PagedSpan.release": "(self, /)",
     "ReservedSpan.commit": "(self, /)",
     "ReservedSpan.discard": "(self, /)",
     "TensorView.__array__": "(self, /, dtype=None, copy=None)",

@@ -7,44 +7,78 @@ import os
 import pickle
 import re
 import traceback
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
 
 import kvspan
+from blocks import new_manager, start
 from kvspan import errors
 from kvspan.errors import (
+    BlockIndexError,
+    BlocksInUseError,
     CapacityExceededError,
+    DuplicateBlockError,
+    ForeignHandleError,
+    InconsistentTableError,
     InvalidConfigError,
     InvalidInputError,
     KvCacheError,
     KvTimeoutError,
+    LayerOutOfRangeError,
+    NoStorageError,
     NotInitializedError,
+    OutOfBlocksError,
     OutOfMemoryError,
     OutOfRangeError,
     PinnedError,
     ReleasedError,
+    RequestExistsError,
     ReservedError,
+    SlotOverflowError,
+    StaleHandleError,
+    TokenMismatchError,
+    UnknownBlockError,
+    UnknownRequestError,
     ViewsAliveError,
+    WrongBlockStateError,
 )
 from support import CAPACITY, new_cache, new_filled_cache, run_python, token, tokens
 
 CLASSES = [getattr(errors, name) for name in errors.__all__]
 BUILT_INS = {
+    "BlockIndexError": IndexError,
+    "BlocksInUseError": RuntimeError,
     "CapacityExceededError": IndexError,
+    "CorruptedError": RuntimeError,
+    "DuplicateBlockError": ValueError,
+    "ForeignHandleError": ValueError,
     "ForkedError": RuntimeError,
+    "InconsistentTableError": ValueError,
     "InvalidConfigError": ValueError,
     "InvalidInputError": ValueError,
     "KvCacheError": Exception,
     "KvTimeoutError": TimeoutError,
+    "LayerOutOfRangeError": IndexError,
+    "LayersDifferError": ValueError,
+    "NoStorageError": RuntimeError,
     "NotInitializedError": RuntimeError,
+    "OutOfBlocksError": MemoryError,
     "OutOfMemoryError": MemoryError,
     "OutOfRangeError": IndexError,
     "PinnedError": BufferError,
     "ReleasedError": ValueError,
+    "RequestExistsError": ValueError,
     "ReservedError": BufferError,
+    "SlotOverflowError": OverflowError,
+    "StaleHandleError": ValueError,
+    "TokenMismatchError": ValueError,
+    "UnknownBlockError": IndexError,
+    "UnknownRequestError": KeyError,
     "ViewsAliveError": BufferError,
     "WouldDeadlockError": RuntimeError,
+    "WrongBlockStateError": RuntimeError,
 }
 
 
@@ -70,6 +104,29 @@ def with_reservation(call):
 def released(span):
     span.release()
     return span
+
+
+def with_sequence(call, **options):
+    """Calls `call` with a manager and a sequence of five tokens."""
+    manager = new_manager(**options)
+    call(manager, start(manager, [1, 2, 3, 4, 5], "chat"))
+
+
+def freed(manager, handle):
+    manager.free(handle)
+    return handle
+
+
+def committed_twice(manager, _):
+    one = manager.allocate([9])
+    manager.extend(one, 3)
+    other = manager.fork(one)
+    manager.commit(one, [9, 7, 7, 7])
+    manager.commit(other, [9, 8, 8, 8])
+
+
+def set_table(handle, blocks):
+    handle.block_table = kvspan.BlockTable(4, blocks, 5)
 
 
 def used_in_a_child():
@@ -178,6 +235,90 @@ RAISED = [
         lambda: with_view(lambda _, span: (span.keys, span.values, span.release())),
         {"views": 2},
     ),
+    (
+        OutOfBlocksError,
+        lambda: with_sequence(lambda manager, _: manager.allocate(range(100, 140))),
+        {"needed": 10, "free": 6, "evictable": 0, "pinned": 0},
+    ),
+    (
+        StaleHandleError,
+        lambda: with_sequence(lambda manager, handle: manager.free(freed(manager, handle))),
+        {"cache_id": ANY},
+    ),
+    (
+        ForeignHandleError,
+        lambda: with_sequence(lambda _, handle: new_manager().extend(handle)),
+        {"cache_id": ANY},
+    ),
+    (
+        RequestExistsError,
+        lambda: with_sequence(lambda manager, _: manager.allocate([1], "chat")),
+        {"request_id": "chat"},
+    ),
+    (
+        UnknownRequestError,
+        lambda: with_sequence(lambda manager, _: manager.free_request("talk")),
+        {"request_id": "talk"},
+    ),
+    (
+        TokenMismatchError,
+        lambda: with_sequence(
+            lambda manager, _: manager.commit(manager.allocate([7, 8, 9]), [7, 9])
+        ),
+        {"token": 1},
+    ),
+    (
+        LayerOutOfRangeError,
+        lambda: with_sequence(lambda manager, handle: manager.view(handle, 2)),
+        {"layer": 2, "num_layers": 2},
+    ),
+    (
+        LayerOutOfRangeError,
+        lambda: with_sequence(lambda manager, handle: manager.view(handle, -1)),
+        {"layer": None, "num_layers": None},
+    ),
+    (
+        NoStorageError,
+        lambda: with_sequence(lambda manager, handle: manager.view(handle, 0), storage=False),
+        {},
+    ),
+    (
+        BlocksInUseError,
+        lambda: with_sequence(lambda manager, _: manager.reset_prefix_cache()),
+        {"in_use": 2},
+    ),
+    (
+        WrongBlockStateError,
+        lambda: with_sequence(committed_twice),
+        {"block": 3, "state": "committed under another key", "wanted": "uncommitted"},
+    ),
+    (
+        InconsistentTableError,
+        lambda: with_sequence(lambda _, handle: set_table(handle, [1, 3])),
+        {"reason": "it names blocks that the sequence does not have there"},
+    ),
+    (
+        DuplicateBlockError,
+        lambda: kvspan.BlockTable(4, [1, 2]).add_blocks([3, 2]),
+        {"block": 2},
+    ),
+    (
+        UnknownBlockError,
+        lambda: kvspan.BlockTable(4, [1, 0]),
+        {"block": 0, "num_blocks": None},
+    ),
+    (
+        BlockIndexError,
+        lambda: kvspan.BlockTable(4, [1, 2]).replace_block(2, 3),
+        {"block_index": 2, "num_blocks": 2},
+    ),
+    (
+        SlotOverflowError,
+        lambda: kvspan.BlockTable(2**62, [1, 5]).slot_mapping(2**62 - 1, 2**62 + 1),
+        {"token": 2**62},
+    ),
+    (InvalidConfigError, lambda: new_manager(block_size=2**40, storage=False), {}),
+    (InvalidInputError, lambda: new_manager().allocate([1, -1]), {}),
 ]
 each_raised = pytest.mark.parametrize(("error", "call", "numbers"), RAISED)
 
@@ -202,7 +343,12 @@ def test_use_in_a_child_raises_its_exception():
 
 def test_every_exception_has_a_call_that_raises_it():
     raised = {error for error, _, _ in RAISED} | {errors.ForkedError}
-    assert set(CLASSES) - raised == {KvCacheError, errors.WouldDeadlockError}
+    assert set(CLASSES) - raised == {
+        KvCacheError,
+        errors.CorruptedError,
+        errors.LayersDifferError,
+        errors.WouldDeadlockError,
+    }
 
 
 @each_raised

@@ -8,7 +8,8 @@ use parking_lot::Mutex;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use crate::layer::{PinnedSpan, ReservedSpan};
+use crate::handle::PagedSpan;
+use crate::layer::{KVSpan, PinnedSpan, ReservedSpan};
 use crate::python::error::{ReleasedError, ViewsAliveError};
 use crate::python::fork::ProcessLocal;
 
@@ -29,7 +30,14 @@ enum Owner {
     /// A reservation, whose rows whoever has a view of them may write; `None` once it is ended,
     /// which needs the last reference to the memory.
     Reserved(Mutex<Option<ReservedSpan>>),
+    /// A pin on blocks, which each have a piece of the rows.
+    Paged(PagedSpan),
+    /// One piece of what `whole` owns.
+    Piece { whole: Py<SpanMemory>, index: usize },
 }
+
+/// Keys and values, and `[tokens, num_heads, head_dim]`.
+type Place = ([NonNull<f32>; 2], [usize; 3]);
 
 /// Keys or values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,9 +79,41 @@ impl Lease {
         Self::new(py, Owner::Reserved(Mutex::new(Some(reserved))))
     }
 
+    pub(in crate::python) fn paged(py: Python<'_>, span: PagedSpan) -> PyResult<Self> {
+        Self::of_memory(py, ProcessLocal::with_long_drop(Owner::Paged(span)))
+    }
+
     fn new(py: Python<'_>, owner: Owner) -> PyResult<Self> {
-        let memory = Py::new(py, SpanMemory(ProcessLocal::new(owner)))?;
+        Self::of_memory(py, ProcessLocal::new(owner))
+    }
+
+    fn of_memory(py: Python<'_>, owner: ProcessLocal<Owner>) -> PyResult<Self> {
+        let memory = Py::new(py, SpanMemory(owner))?;
         Ok(Self(Mutex::new(Some(memory))))
+    }
+
+    /// A lease of one piece. It counts as one share of this one, however many there are of its own.
+    ///
+    /// # Errors
+    ///
+    /// `ReleasedError` if the lease is over, `ForkedError` in a child.
+    pub(in crate::python) fn piece(&self, py: Python<'_>, index: usize) -> PyResult<Self> {
+        let whole = self.memory(py)?;
+        whole.get().0.get()?;
+        Self::new(py, Owner::Piece { whole, index })
+    }
+
+    /// Checks that the memory can be used.
+    ///
+    /// # Errors
+    ///
+    /// `ReleasedError` if the lease is over, `ForkedError` in a child.
+    pub(in crate::python) fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.memory(py)?.get().0.get().map(|_| ())
+    }
+
+    fn memory(&self, py: Python<'_>) -> PyResult<Py<SpanMemory>> {
+        self.0.lock().as_ref().map(|memory| memory.clone_ref(py)).ok_or_else(over)
     }
 
     /// The keys or the values, with a share of their own.
@@ -86,8 +126,7 @@ impl Lease {
         py: Python<'py>,
         side: Side,
     ) -> PyResult<Tensor<'py>> {
-        let memory = self.0.lock().as_ref().map(|memory| memory.clone_ref(py)).ok_or_else(over)?;
-        let memory = memory.into_bound(py);
+        let memory = self.memory(py)?.into_bound(py);
         let (data, layout) = memory.get().locate(side)?;
         Ok(Tensor { memory, data, layout })
     }
@@ -130,7 +169,7 @@ impl Lease {
         let mut lease = self.0.lock();
         let kept = match lease.as_ref().map(|memory| memory.get().0.get()).transpose()? {
             Some(Owner::Reserved(_)) => "reserved",
-            Some(Owner::Pinned(_)) | None => "pinned",
+            Some(Owner::Pinned(_) | Owner::Paged(_) | Owner::Piece { .. }) | None => "pinned",
         };
         // Whoever leads to the memory refers to this object, and new references come from here or
         // from old ones: if there is only one, nobody else can make another.
@@ -155,28 +194,41 @@ impl Lease {
 impl SpanMemory {
     /// Where one side is, as long as this lives, and how it lies there.
     pub(super) fn locate(&self, side: Side) -> PyResult<(NonNull<f32>, Layout)> {
-        // Of reserved rows, which others may be writing, no slice is made.
-        let (axes, [keys, values], readonly) = match self.0.get()? {
-            Owner::Pinned(pinned) => {
-                let span = pinned.span();
-                let axes = [span.len(), span.num_heads(), span.head_dim()];
-                (axes, [span.keys, span.values].map(|plane| NonNull::from(plane).cast()), true)
-            }
+        let owner = self.0.get()?;
+        let ([keys, values], axes) = match owner {
+            Owner::Pinned(pinned) => place(&pinned.span()),
+            // Of reserved rows, which others may be writing, no slice is made.
             Owner::Reserved(lock) => {
                 let reserved = lock.lock();
                 let reserved = reserved.as_ref().ok_or_else(over)?;
                 let axes = [reserved.len(), reserved.num_heads(), reserved.head_dim()];
-                (axes, reserved.pointers(), false)
+                (reserved.pointers(), axes)
             }
+            Owner::Paged(_) => self.locate_piece(0)?,
+            Owner::Piece { whole, index } => whole.get().locate_piece(*index)?,
         };
         let data = match side {
             Side::Keys => keys,
             Side::Values => values,
         };
+        let readonly = !matches!(owner, Owner::Reserved(_));
         let [tokens, heads, dim] = axes.map(isize::try_from);
         let axes = [tokens?, heads?, dim?];
         Ok((data, Layout { side, readonly, axes, one_token: false }))
     }
+
+    /// Where a piece is; past the last one there are no rows.
+    fn locate_piece(&self, index: usize) -> PyResult<Place> {
+        let Owner::Paged(span) = self.0.get()? else { return Err(over()) };
+        let [_, heads, dim] = span.shape();
+        let nowhere = || ([NonNull::dangling(); 2], [0, heads, dim]);
+        Ok(span.segment(index).as_ref().map_or_else(nowhere, place))
+    }
+}
+
+fn place(span: &KVSpan<'_>) -> Place {
+    let planes = [span.keys, span.values].map(|plane| NonNull::from(plane).cast());
+    (planes, [span.len(), span.num_heads(), span.head_dim()])
 }
 
 impl Tensor<'_> {

@@ -10,9 +10,11 @@
 mod array;
 mod foreign;
 mod lease;
+mod token_ids;
 mod view;
 
 pub(super) use array::new_array;
 pub(super) use foreign::{Foreign, Opened, Room, Tokens, Wanted};
 pub(super) use lease::{Lease, Side};
+pub(super) use token_ids::{TokenIds, ids};
 pub(super) use view::PyTensorView;

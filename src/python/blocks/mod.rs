@@ -1,0 +1,23 @@
+//! Sequences in blocks: the manager, its handles, and what they tell.
+//!
+//! Every call into the core is made detached, since all of them take locks. So is the drop of
+//! whatever holds blocks.
+
+mod manager;
+mod options;
+mod paged;
+mod report;
+mod span;
+mod table;
+
+pub(super) use manager::PyKvCacheManager;
+pub(super) use paged::PyPagedKvCacheHandle;
+pub(super) use report::{
+    PyBlockCopy, PyBlockPicture, PyCacheHandleStats, PyInspection, PyLeakReport, PyManagerStats,
+    PySequenceReport,
+};
+pub(super) use span::PyPagedSpan;
+pub(super) use table::PyBlockTable;
+
+/// What blocks hold, for now.
+type Stored = f32;

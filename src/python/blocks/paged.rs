@@ -1,0 +1,305 @@
+//! `PagedKvCacheHandle`.
+
+use std::time::{Duration, Instant};
+
+use numpy::PyArray1;
+use parking_lot::{RwLock, RwLockWriteGuard};
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use super::Stored;
+use super::manager::PyKvCacheManager;
+use super::report::PyCacheHandleStats;
+use super::table::PyBlockTable;
+use crate::error::{KvError, Result};
+use crate::handle::{KvCacheHandle, PagedKvCacheHandle};
+use crate::python::convert::{in_entry, push, type_name};
+use crate::python::error::InvalidInputError;
+use crate::python::fork::ProcessLocal;
+use crate::python::patience;
+
+/// One sequence of a ``KvCacheManager``, and its hold on its blocks.
+///
+/// Made by ``KvCacheManager.allocate`` and ``fork``; the manager is what reads and writes it. Dropping
+/// it frees the sequence, and so does the end of a ``with`` block, or ``close()``. A handle whose
+/// sequence was freed refuses every use with StaleHandleError; its plain properties still answer.
+///
+/// Calls from several threads for one handle wait for each other where one changes it. It is a
+/// ``KvCacheHandle``.
+///
+/// Examples
+/// --------
+/// >>> import kvspan
+/// >>> manager = kvspan.KvCacheManager(8, block_size=4)
+/// >>> with manager.allocate([1, 2, 3, 4, 5], "chat-7") as handle:
+/// ...     manager.commit(handle, [1, 2, 3, 4, 5])
+/// ...     print(handle.num_tokens, handle.block_table.physical_blocks)
+/// 5 [1, 2]
+/// >>> handle.is_valid
+/// False
+/// >>> manager.probe([1, 2, 3, 4, 5])
+/// 4
+#[pyclass(name = "PagedKvCacheHandle", module = "kvspan", frozen, weakref)]
+#[derive(Debug)]
+pub(in crate::python) struct PyPagedKvCacheHandle {
+    manager: Py<PyKvCacheManager>,
+    cache_id: String,
+    /// Locked only detached, and let go before attaching again.
+    handle: ProcessLocal<RwLock<PagedKvCacheHandle<Stored>>>,
+}
+
+impl PyPagedKvCacheHandle {
+    pub(super) fn new(manager: Py<PyKvCacheManager>, handle: PagedKvCacheHandle<Stored>) -> Self {
+        let cache_id = handle.cache_id();
+        Self { manager, cache_id, handle: ProcessLocal::with_long_drop(RwLock::new(handle)) }
+    }
+
+    /// Calls `call` detached, beside others who do so.
+    pub(super) fn read<R: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&PagedKvCacheHandle<Stored>) -> Result<R> + Send,
+    ) -> PyResult<R> {
+        let (lock, mut call) = (self.handle.get()?, Some(call));
+        let done = patience::wait(py, |limit| {
+            let handle = lock.try_read_for(limit)?;
+            call.take().map(|call| call(&handle))
+        });
+        Ok(done??)
+    }
+
+    /// Calls `call` detached, and alone with the handle.
+    pub(super) fn change<R: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut PagedKvCacheHandle<Stored>) -> Result<R> + Send,
+    ) -> PyResult<R> {
+        let (lock, mut call) = (self.handle.get()?, Some(call));
+        let done = patience::wait(py, |limit| {
+            let mut handle = lock.try_write_for(limit)?;
+            call.take().map(|call| call(&mut handle))
+        });
+        Ok(done??)
+    }
+}
+
+/// A handle that a caller gave.
+#[derive(Debug)]
+pub(super) struct Given<'py>(pub(super) Bound<'py, PyPagedKvCacheHandle>);
+
+impl<'py> FromPyObject<'_, 'py> for Given<'py> {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        object.cast::<PyPagedKvCacheHandle>().map(|handle| Self(handle.to_owned())).map_err(|_| {
+            PyTypeError::new_err(format!(
+                "a PagedKvCacheHandle is wanted, which KvCacheManager.allocate and fork make, not {}",
+                type_name(&object)
+            ))
+        })
+    }
+}
+
+/// Handles that a caller gave, none of them twice.
+#[derive(Debug)]
+pub(super) struct GivenMany<'py>(pub(super) Vec<Bound<'py, PyPagedKvCacheHandle>>);
+
+impl<'py> FromPyObject<'_, 'py> for GivenMany<'py> {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let py = object.py();
+        let mut handles = Vec::new();
+        for (index, item) in object.try_iter()?.enumerate() {
+            let Given(handle) = item?.extract().map_err(|error| in_entry(py, index, error))?;
+            push(py, &mut handles, handle)?;
+        }
+        let mut places = (0..handles.len()).collect::<Vec<_>>();
+        places.sort_by_key(|&place| (handles[place].as_ptr().addr(), place));
+        if let Some([first, second]) =
+            places.array_windows().find(|[left, right]| handles[*left].is(&handles[*right]))
+        {
+            let cache_id = &handles[*first].get().cache_id;
+            return Err(InvalidInputError::new_err((format!(
+                "the handle {cache_id} is given twice, at {first} and at {second}"
+            ),)));
+        }
+        Ok(Self(handles))
+    }
+}
+
+impl GivenMany<'_> {
+    /// Calls `call` detached, and alone with all handles, in the order given.
+    pub(super) fn change<R: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut [&mut PagedKvCacheHandle<Stored>]) -> Result<R> + Send,
+    ) -> PyResult<R> {
+        let locks = self.0.iter().map(|handle| handle.get().handle.get());
+        let mut locks = locks.enumerate().map(|(place, lock)| Ok((place, lock?)));
+        let mut locks = locks.by_ref().collect::<PyResult<Vec<_>>>()?;
+        // All callers take them in one order, and so do not wait for each other in a circle.
+        locks.sort_unstable_by_key(|(_, lock)| std::ptr::from_ref(*lock).addr());
+        let mut call = Some(call);
+        let done = patience::wait(py, |limit| {
+            let mut guards = lock_all(&locks, limit)?;
+            guards.sort_unstable_by_key(|&(place, _)| place);
+            let mut handles = guards.iter_mut().map(|(_, guard)| &mut **guard).collect::<Vec<_>>();
+            call.take().map(|call| call(&mut handles))
+        });
+        Ok(done??)
+    }
+}
+
+type Guard<'a> = RwLockWriteGuard<'a, PagedKvCacheHandle<Stored>>;
+
+/// All or none, after waiting for no longer than `limit`.
+fn lock_all<'a>(
+    locks: &[(usize, &'a RwLock<PagedKvCacheHandle<Stored>>)],
+    limit: Duration,
+) -> Option<Vec<(usize, Guard<'a>)>> {
+    let end = Instant::now() + limit;
+    locks.iter().map(|&(place, lock)| Some((place, lock.try_write_until(end)?))).collect()
+}
+
+#[pymethods]
+impl PyPagedKvCacheHandle {
+    /// The manager that made it.
+    #[getter]
+    fn manager(&self, py: Python<'_>) -> Py<PyKvCacheManager> {
+        self.manager.clone_ref(py)
+    }
+
+    /// The name of the handle, which no other one in this process has.
+    #[getter]
+    fn cache_id(&self) -> &str {
+        &self.cache_id
+    }
+
+    /// Whether the handle can be used: false once its sequence was freed.
+    #[getter]
+    fn is_valid(&self, py: Python<'_>) -> PyResult<bool> {
+        self.read(py, |handle| Ok(handle.is_valid()))
+    }
+
+    /// Which blocks the sequence has: a copy of its ``BlockTable``.
+    ///
+    /// Assigning one makes the sequence as long as it says; it must name the blocks that the sequence
+    /// has, from the first on. Raises InconsistentTableError if not, and what ``extend`` and
+    /// ``truncate`` raise; nothing has changed then.
+    #[getter]
+    fn block_table(&self, py: Python<'_>) -> PyResult<PyBlockTable> {
+        self.read(py, |handle| Ok(handle.block_table().clone())).map(PyBlockTable::new)
+    }
+
+    #[setter]
+    fn set_block_table(&self, py: Python<'_>, table: &Bound<'_, PyAny>) -> PyResult<()> {
+        let Ok(table) = table.cast::<PyBlockTable>() else {
+            let given = type_name(table);
+            return Err(PyTypeError::new_err(format!("a BlockTable is wanted, not {given}")));
+        };
+        let table = table.get().table();
+        self.change(py, |handle| handle.set_table(table))
+    }
+
+    /// Where the memory is: ``"cpu"``.
+    #[getter]
+    fn device(&self) -> &'static str {
+        "cpu"
+    }
+
+    /// Number of tokens of the sequence.
+    #[getter]
+    fn num_tokens(&self, py: Python<'_>) -> PyResult<usize> {
+        self.read(py, |handle| Ok(handle.num_tokens()))
+    }
+
+    /// How many of the first tokens were there already when the sequence was allocated.
+    #[getter]
+    fn num_cached_tokens(&self, py: Python<'_>) -> PyResult<usize> {
+        self.read(py, |handle| Ok(handle.num_cached_tokens()))
+    }
+
+    /// How many of the first tokens were committed.
+    #[getter]
+    fn num_committed_tokens(&self, py: Python<'_>) -> PyResult<usize> {
+        self.read(py, |handle| Ok(handle.num_committed_tokens()))
+    }
+
+    /// The tokens that are known, those allocated and committed: a new array of uint32.
+    #[getter]
+    fn tokens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u32>>> {
+        let tokens = self.read(py, |handle| Ok(handle.tokens().to_vec()))?;
+        Ok(PyArray1::from_vec(py, tokens))
+    }
+
+    /// Number of layers.
+    #[getter]
+    fn num_layers(&self) -> usize {
+        self.manager.get().config().num_layers
+    }
+
+    /// Number of KV heads.
+    #[getter]
+    fn num_heads(&self) -> usize {
+        self.manager.get().config().num_kv_heads
+    }
+
+    /// Elements of one head.
+    #[getter]
+    fn head_dim(&self) -> usize {
+        self.manager.get().config().head_dim
+    }
+
+    /// Returns a handle of its own with the same tokens, as ``KvCacheManager.fork`` does.
+    ///
+    /// Raises StaleHandleError.
+    fn clone_handle(&self, py: Python<'_>) -> PyResult<Self> {
+        let clone = self.read(py, |handle| handle.fork(None))?;
+        Ok(Self::new(self.manager.clone_ref(py), clone))
+    }
+
+    /// Returns how much the sequence has, and how full that is.
+    fn stats(&self, py: Python<'_>) -> PyResult<PyCacheHandleStats> {
+        let stats = self.read(py, |handle| Ok(handle.stats()))?;
+        PyCacheHandleStats::new(py, &stats)
+    }
+
+    /// Frees the sequence, unless that was done before.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.read(py, |handle| {
+            handle.close();
+            Ok(())
+        })
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, Self>> {
+        let cache_id = || slf.get().cache_id.clone();
+        if slf.get().is_valid(slf.py())? {
+            return Ok(slf);
+        }
+        Err(KvError::StaleHandle { cache_id: cache_id() }.into())
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let cache_id = &self.cache_id;
+        if self.handle.get().is_err() {
+            return Ok(format!("PagedKvCacheHandle({cache_id}, made before fork())"));
+        }
+        self.read(py, |handle| {
+            let (tokens, cached) = (handle.num_tokens(), handle.num_cached_tokens());
+            let (blocks, freed) =
+                (handle.block_table().num_blocks(), if handle.is_valid() { "" } else { ", freed" });
+            Ok(format!(
+                "PagedKvCacheHandle({cache_id}, num_tokens={tokens}, num_cached_tokens={cached}, \
+                 num_blocks={blocks}{freed})"
+            ))
+        })
+    }
+}
