@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use common::model::{CAPACITY, CONFIG, Model, Row, WIDTH, joined};
 use common::watchdog::within;
-use kvspan::{KVCacheEntry, KvError, LayerKvCache, PinnedSpan, ReservedSpan, Result};
+use kvspan::{Element, KVSpan, KvError, LayerKvCache, PinnedSpan, ReservedSpan, Result, bf16, f16};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
@@ -84,8 +84,12 @@ fn row() -> impl Strategy<Value = Row> {
     any::<u8>().prop_map(|seed| (elements(seed, WIDTH), elements(seed, 2 * WIDTH).split_off(WIDTH)))
 }
 
+/// That every element type holds as they are: with 127 times a power of two in each token, the scale
+/// of an int8 is that power.
 fn elements(seed: u8, len: usize) -> Vec<f32> {
-    (1..).map(|i: u16| f32::from(64 * u16::from(seed) + i)).take(len).collect()
+    let (seed, unit) = (f32::from(seed % 64), f32::from(1 + seed / 64 % 2));
+    let units = [127.0, seed, -seed - 1.0, -127.0, -seed - 2.0, seed + 3.0];
+    units.into_iter().map(|element| element * unit).take(len).collect()
 }
 
 /// Tokens as [`row`] makes them, one after the other; sometimes with elements too many.
@@ -145,14 +149,13 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 /// What comes of a sequence of steps.
-#[derive(Default)]
-struct Run {
-    born: Vec<World>,
+struct Run<T: Element> {
+    born: Vec<World<T>>,
     /// How often calls ended well and with each error.
     outcomes: BTreeMap<String, usize>,
 }
 
-impl Run {
+impl<T: Element> Run<T> {
     fn compare<R: Debug + PartialEq>(&mut self, given: &Result<R>, model: &Result<R>) -> Outcome {
         let name = |error: &KvError| {
             format!("{error:?}").split(|c: char| !c.is_alphanumeric()).next().map(str::to_owned)
@@ -165,21 +168,32 @@ impl Run {
 }
 
 /// One sequence: its model, and all that holds on to it.
-struct World {
+struct World<T: Element> {
     model: Model,
-    clones: Vec<LayerKvCache>,
+    clones: Vec<LayerKvCache<T>>,
     /// As many as the model has, in the same order, with what they showed when they were made.
-    pins: Vec<(PinnedSpan, Row)>,
-    reserved: Option<ReservedSpan>,
+    pins: Vec<(PinnedSpan<T>, Row)>,
+    reserved: Option<ReservedSpan<T>>,
 }
 
-impl World {
-    fn new(cache: LayerKvCache, model: Model) -> Self {
+/// What a span stands for.
+fn shown<T: Element>(span: KVSpan<'_, T>) -> Row {
+    let plane = |data: &[T], scales: &[T::Scale]| {
+        let mut numbers = vec![0.0; data.len()];
+        let tokens = data.chunks(WIDTH).zip(scales).zip(numbers.chunks_mut(WIDTH));
+        tokens.for_each(|((data, scale), numbers)| T::widen(data, *scale, numbers));
+        numbers
+    };
+    (plane(span.keys, span.key_scales), plane(span.values, span.value_scales))
+}
+
+impl<T: Element> World<T> {
+    fn new(cache: LayerKvCache<T>, model: Model) -> Self {
         Self { model, clones: vec![cache], pins: Vec::new(), reserved: None }
     }
 
     /// Does `op` to clone number `clone` and to the model.
-    fn apply(&mut self, clone: usize, op: &Op, run: &mut Run) -> Outcome {
+    fn apply(&mut self, clone: usize, op: &Op, run: &mut Run<T>) -> Outcome {
         if self.apply_to_owned(op)? || self.clones.is_empty() {
             return Ok(());
         }
@@ -257,7 +271,7 @@ impl World {
                     self.model.reading += 1;
                     let done = self.apply(clone, op, run).and_then(|()| self.compare());
                     self.model.reading -= 1;
-                    done.map(|()| (span.keys.to_vec(), span.values.to_vec()))
+                    done.map(|()| shown(span))
                 });
                 prop_assert_eq!(seen.map(|done| done.expect("it goes well inside")), expected);
             }
@@ -271,9 +285,18 @@ impl World {
         match op {
             Op::FillReserved(row) => {
                 if let Some(reserved) = &mut self.reserved {
-                    let (keys, values) = reserved.keys_and_values_mut();
-                    keys.chunks_mut(WIDTH).for_each(|keys| keys.copy_from_slice(&row.0));
-                    values.chunks_mut(WIDTH).for_each(|values| values.copy_from_slice(&row.1));
+                    let [keys, values] = [&row.0, &row.1].map(|row| {
+                        let scale = T::scale(row.iter().fold(0.0, |x: f32, y| x.max(y.abs())));
+                        let mut elements = vec![T::zeroed(); WIDTH];
+                        T::narrow(row, scale, &mut elements);
+                        (elements, scale)
+                    });
+                    let (key_rows, value_rows) = reserved.keys_and_values_mut();
+                    key_rows.chunks_mut(WIDTH).for_each(|row| row.copy_from_slice(&keys.0));
+                    value_rows.chunks_mut(WIDTH).for_each(|row| row.copy_from_slice(&values.0));
+                    let (key_scales, value_scales) = reserved.scales_mut();
+                    key_scales.fill(keys.1);
+                    value_scales.fill(values.1);
                 }
                 self.model.reserved.iter_mut().flatten().for_each(|rows| *rows = row.clone());
             }
@@ -297,23 +320,21 @@ impl World {
     /// Compares all that can be seen with the model.
     fn compare(&self) -> Outcome {
         let Self { model, clones, pins, reserved } = self;
-        let nbytes = if model.initialized { (32 + CAPACITY * WIDTH) * 4 } else { 0 };
+        let nbytes = if model.initialized { nbytes::<T>() } else { 0 };
         for cache in clones {
             prop_assert_eq!(cache.len(), model.rows.len());
             prop_assert_eq!(cache.is_empty(), model.rows.is_empty());
             prop_assert_eq!((cache.capacity(), cache.nbytes()), (CAPACITY, nbytes));
-            prop_assert_eq!(cache.read_range(0, cache.len()), Ok(joined(&model.rows)));
+            let all = cache.with_read_range(0, cache.len(), shown);
+            prop_assert_eq!(all, Ok(joined(&model.rows)));
         }
         prop_assert_eq!(pins.len(), model.pins.len());
         for ((pinned, then), range) in pins.iter().zip(&model.pins) {
             prop_assert_eq!(&pinned.range(), range);
-            prop_assert_eq!((pinned.keys(), pinned.values()), (&then.0[..], &then.1[..]));
+            prop_assert_eq!(&shown(pinned.span()), then);
         }
-        let shown = reserved.as_ref().map(|reserved| {
-            let span = reserved.span();
-            (span.keys.to_vec(), span.values.to_vec())
-        });
-        prop_assert_eq!(shown, model.reserved.as_deref().map(joined));
+        let rows = reserved.as_ref().map(|reserved| shown(reserved.span()));
+        prop_assert_eq!(rows, model.reserved.as_deref().map(joined));
         Ok(())
     }
 
@@ -322,16 +343,31 @@ impl World {
     }
 }
 
-fn check_read(read: &Read, cache: &LayerKvCache, model: &Model, run: &mut Run) -> Outcome {
+/// Keys and values, a part at a time up to a multiple of 64 bytes, but for the last.
+fn nbytes<T: Element>() -> usize {
+    let rows = [WIDTH * size_of::<T>(); 2].into_iter();
+    let parts = rows.chain([size_of::<T::Scale>(); 2]).map(|bytes| CAPACITY * bytes);
+    parts.filter(|bytes| *bytes > 0).fold(0, |so_far, bytes| so_far.next_multiple_of(64) + bytes)
+}
+
+fn check_read<T: Element>(
+    read: &Read,
+    cache: &LayerKvCache<T>,
+    model: &Model,
+    run: &mut Run<T>,
+) -> Outcome {
     match *read {
         Read::Token(token) => {
-            let entry = cache.read_kv(token).map(|KVCacheEntry { keys, values }| (keys, values));
+            let entry =
+                cache.read_kv(token).map(|entry| (numbers(&entry.keys), numbers(&entry.values)));
             run.compare(&entry, &model.read_kv(token))?;
-            let seen = cache.with_read_kv(token, |k, v| (k.to_vec(), v.to_vec()));
-            run.compare(&seen, &model.read_kv(token))?;
+            let seen = cache.with_read_kv(token, |keys, values| (keys.len(), values.len()));
+            run.compare(&seen, &model.read_kv(token).map(|_| (WIDTH, WIDTH)))?;
         }
         Read::Range(start, end) => {
-            run.compare(&cache.read_range(start, end), &model.read(start, end))?;
+            let range = cache.read_range(start, end);
+            let range = range.map(|(keys, values)| (numbers(&keys), numbers(&values)));
+            run.compare(&range, &model.read(start, end))?;
         }
         Read::Into { start, end, extra_keys, extra_values } => {
             let wanted = end.saturating_sub(start).min(CAPACITY + 2) * WIDTH;
@@ -346,9 +382,20 @@ fn check_read(read: &Read, cache: &LayerKvCache, model: &Model, run: &mut Run) -
     Ok(())
 }
 
-fn run(steps: &[Step]) -> Result<Run, TestCaseError> {
-    let fresh = || World::new(LayerKvCache::new(CONFIG), Model::default());
-    let (mut worlds, mut run) = (vec![fresh()], Run::default());
+/// Copies as an f32 cache would give them.
+fn numbers<N: Element>(copies: &[N]) -> Vec<f32> {
+    let number = |copy: &N| {
+        let mut number = [0.0];
+        N::widen(&[*copy], N::scale(1.0), &mut number);
+        number[0]
+    };
+    copies.iter().map(number).collect()
+}
+
+fn run<T: Element>(steps: &[Step]) -> Result<BTreeMap<String, usize>, TestCaseError> {
+    let fresh = || World::new(LayerKvCache::<T>::with_element(CONFIG), Model::default());
+    let mut run = Run { born: Vec::new(), outcomes: BTreeMap::new() };
+    let mut worlds = vec![fresh()];
     for (world, clone, op) in steps {
         let world = world % worlds.len();
         worlds[world].apply(*clone, op, &mut run)?;
@@ -361,7 +408,7 @@ fn run(steps: &[Step]) -> Result<Run, TestCaseError> {
             worlds.push(fresh());
         }
     }
-    Ok(run)
+    Ok(run.outcomes)
 }
 
 proptest! {
@@ -376,8 +423,14 @@ proptest! {
     #[test]
     fn caches_behave_like_the_model(
         steps in steps(),
+        dtype in 0..4,
     ) {
-        within(LIMIT, move || run(&steps).map(drop))?;
+        within(LIMIT, move || match dtype {
+            0 => run::<f16>(&steps),
+            1 => run::<bf16>(&steps),
+            2 => run::<i8>(&steps),
+            _ => run::<f32>(&steps),
+        })?;
     }
 
     #[test]
@@ -402,7 +455,7 @@ fn the_sequences_reach_every_outcome() {
     let mut outcomes = BTreeMap::<_, usize>::new();
     for _ in 0..200 {
         let steps = steps().new_tree(&mut runner).unwrap().current();
-        for (outcome, count) in within(LIMIT, move || run(&steps)).unwrap().outcomes {
+        for (outcome, count) in within(LIMIT, move || run::<f32>(&steps)).unwrap() {
             *outcomes.entry(outcome).or_default() += count;
         }
     }
