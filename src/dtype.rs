@@ -205,9 +205,11 @@ impl Element for i8 {
 
 /// The largest magnitude of these numbers and of those before; infinite or NaN if any is.
 pub(crate) fn largest(so_far: f32, numbers: &[f32]) -> f32 {
-    // Without its sign, a float that is larger has larger bits, and NaN the largest.
-    let bits = |x: f32| x.abs().to_bits();
-    f32::from_bits(numbers.iter().fold(bits(so_far), |largest, &x| largest.max(bits(x))))
+    // Without its sign, a float that is larger has larger bits, and NaN the largest. Signed, because
+    // that is what vectors compare.
+    let bits = |x: f32| x.abs().to_bits().cast_signed();
+    let largest = numbers.iter().fold(bits(so_far), |largest, &x| largest.max(bits(x)));
+    f32::from_bits(largest.cast_unsigned())
 }
 
 mod sealed {
