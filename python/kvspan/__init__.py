@@ -15,6 +15,8 @@ from kvspan._kvspan import (
     BlockPicture,
     BlockTable,
     CacheHandleStats,
+    CacheTensor,
+    ContiguousKvCacheHandle,
     Inspection,
     KVCacheConfig,
     KvCacheManager,
@@ -31,16 +33,20 @@ from kvspan._kvspan import (
     _after_fork_in_child,
 )
 from kvspan.errors import KvCacheError
+from kvspan.handle import KvCacheHandle
 
 __all__ = [
     "BlockCopy",
     "BlockPicture",
     "BlockTable",
     "CacheHandleStats",
+    "CacheTensor",
+    "ContiguousKvCacheHandle",
     "Inspection",
     "KVCacheConfig",
     "KVSpan",
     "KvCacheError",
+    "KvCacheHandle",
     "KvCacheManager",
     "LayerKvCache",
     "LeakReport",

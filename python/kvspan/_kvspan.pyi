@@ -25,6 +25,8 @@ __all__ = [
     "BlockPicture",
     "BlockTable",
     "CacheHandleStats",
+    "CacheTensor",
+    "ContiguousKvCacheHandle",
     "Inspection",
     "KVCacheConfig",
     "KVSpan",
@@ -475,6 +477,12 @@ class PagedKvCacheHandle:
     @property
     def head_dim(self) -> int:
         """Elements of one head."""
+    def key_cache(self, layer: SupportsIndex) -> CacheTensor | None:
+        """Returns the keys of a layer."""
+    def value_cache(self, layer: SupportsIndex) -> CacheTensor | None:
+        """Returns the values of a layer."""
+    def kv_cache(self, layer: SupportsIndex) -> tuple[CacheTensor | None, CacheTensor | None]:
+        """Returns the keys and the values of a layer."""
     def clone_handle(self) -> PagedKvCacheHandle:
         """Returns a handle of its own with the same tokens."""
     def stats(self) -> CacheHandleStats:
@@ -483,6 +491,96 @@ class PagedKvCacheHandle:
         """Frees the sequence, unless that was done before."""
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
+
+@final
+class ContiguousKvCacheHandle:
+    """One sequence in one layer cache a layer."""
+
+    def __new__(cls, layers: Iterable[LayerKvCache]) -> Self: ...
+    def append(self, layer: SupportsIndex, keys: _Float32Memory, values: _Float32Memory) -> range:
+        """Adds tokens to one layer."""
+    def layer(self, layer: SupportsIndex) -> LayerKvCache:
+        """Returns the cache of a layer."""
+    @property
+    def block_table(self) -> BlockTable:
+        """Which blocks the sequence has."""
+    @property
+    def cache_id(self) -> str:
+        """The name of the handle."""
+    @property
+    def is_valid(self) -> bool:
+        """Whether the handle can be used."""
+    @property
+    def device(self) -> str:
+        """Where the memory is."""
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that all layers have."""
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+    @property
+    def num_heads(self) -> int:
+        """Number of KV heads."""
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+    def key_cache(self, layer: SupportsIndex) -> CacheTensor | None:
+        """Returns the keys of a layer."""
+    def value_cache(self, layer: SupportsIndex) -> CacheTensor | None:
+        """Returns the values of a layer."""
+    def kv_cache(self, layer: SupportsIndex) -> tuple[CacheTensor | None, CacheTensor | None]:
+        """Returns the keys and the values of a layer."""
+    def clone_handle(self) -> ContiguousKvCacheHandle:
+        """Returns a handle of its own on the same layers."""
+    def stats(self) -> CacheHandleStats:
+        """Returns how much the sequence has."""
+    def close(self) -> None:
+        """Gives the layers up, unless that was done before."""
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_exception: object) -> None: ...
+
+@final
+class CacheTensor:
+    """A layer's keys, or its values, where they lie."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape."""
+    @property
+    def dtype(self) -> str:
+        """Name of the element type."""
+    @property
+    def device(self) -> str:
+        """Where the elements are."""
+    @property
+    def num_segments(self) -> int:
+        """Number of pieces."""
+    @property
+    def segments(self) -> list[_Float32Array]:
+        """The pieces in order."""
+    @property
+    def released(self) -> bool:
+        """Whether the tensor is over."""
+    def numpy(self) -> _Float32Array:
+        """Returns one array."""
+    def release(self) -> None:
+        """Ends the tensor now."""
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> CapsuleType: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_exception: object) -> None: ...
+    def __len__(self) -> int: ...
 
 @final
 class PagedSpan:

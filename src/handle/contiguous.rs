@@ -14,6 +14,7 @@ use crate::dtype::{Element, Transfer};
 use crate::error::{KvError, Result};
 use crate::ids::{BlockId, serial_number, share};
 use crate::layer::{LayerKvCache, PinnedSpan};
+use crate::memory::{Deadline, Source};
 
 /// One sequence in one [`LayerKvCache`] a layer.
 ///
@@ -114,20 +115,50 @@ impl<T: Element> ContiguousKvCacheHandle<T> {
     where
         T: Transfer<S>,
     {
+        self.append_from(layer, keys.into(), values.into())
+    }
+
+    pub(crate) fn append_from(
+        &mut self,
+        layer: usize,
+        keys: Source<'_, T>,
+        values: Source<'_, T>,
+    ) -> Result<Range<usize>> {
         self.layer(layer)?;
         let Some(layers) = &mut self.layers else { return Err(self.stale()) };
         let range = if Arc::get_mut(layers).is_some() {
-            layers[layer].append(keys, values)?
+            layers[layer].append_until(keys, values, Deadline::Never)?
         } else {
             let copies =
                 layers.iter().map(LayerKvCache::deep_clone).collect::<Result<Arc<[_]>>>()?;
-            let range = copies[layer].append(keys, values)?;
+            let range = copies[layer].append_until(keys, values, Deadline::Never)?;
             *layers = copies;
             range
         };
         self.table.sequence_length = self.num_tokens();
         self.touch();
         Ok(range)
+    }
+
+    /// The table, with the length that it has now.
+    #[cfg(feature = "python")]
+    pub(crate) fn current_table(&self) -> BlockTable {
+        BlockTable { sequence_length: self.num_tokens(), ..self.table.clone() }
+    }
+
+    /// Another handle on the same layers, until one of the two writes.
+    pub(crate) fn share(&self) -> Result<Self> {
+        let layers = self.layers.clone().ok_or_else(|| self.stale())?;
+        self.check_table()?;
+        Ok(Self {
+            layers: Some(layers),
+            num_layers: self.num_layers,
+            capacity: self.capacity,
+            token_shape: self.token_shape,
+            table: self.table.clone(),
+            id: serial_number(),
+            last_access: Mutex::new(Instant::now()),
+        })
     }
 
     /// Gives the layers up. Does nothing if that was done before.
@@ -216,17 +247,7 @@ impl<T: Element> KvCacheHandle for ContiguousKvCacheHandle<T> {
     }
 
     fn clone_handle(&self) -> Result<Arc<dyn KvCacheHandle>> {
-        let layers = self.layers.clone().ok_or_else(|| self.stale())?;
-        self.check_table()?;
-        Ok(Arc::new(Self {
-            layers: Some(layers),
-            num_layers: self.num_layers,
-            capacity: self.capacity,
-            token_shape: self.token_shape,
-            table: self.table.clone(),
-            id: serial_number(),
-            last_access: Mutex::new(Instant::now()),
-        }))
+        Ok(Arc::new(self.share()?))
     }
 
     fn stats(&self) -> CacheHandleStats {

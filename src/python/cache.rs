@@ -58,8 +58,12 @@ pub(super) struct PyLayerKvCache {
 }
 
 impl PyLayerKvCache {
-    fn with_cache(config: PyKVCacheConfig, cache: LayerKvCache) -> Self {
+    pub(super) fn with_cache(config: PyKVCacheConfig, cache: LayerKvCache) -> Self {
         Self { config, cache: ProcessLocal::new(cache) }
+    }
+
+    pub(super) fn parts(&self) -> PyResult<(PyKVCacheConfig, &LayerKvCache)> {
+        Ok((self.config, self.cache.get()?))
     }
 
     /// Heads and elements of a head.

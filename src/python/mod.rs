@@ -28,9 +28,9 @@ mod _kvspan {
 
     #[pymodule_export]
     use super::blocks::{
-        PyBlockCopy, PyBlockPicture, PyBlockTable, PyCacheHandleStats, PyInspection,
-        PyKvCacheManager, PyLeakReport, PyManagerStats, PyPagedKvCacheHandle, PyPagedSpan,
-        PySequenceReport,
+        PyBlockCopy, PyBlockPicture, PyBlockTable, PyCacheHandleStats, PyCacheTensor,
+        PyContiguousKvCacheHandle, PyInspection, PyKvCacheManager, PyLeakReport, PyManagerStats,
+        PyPagedKvCacheHandle, PyPagedSpan, PySequenceReport,
     };
     #[pymodule_export]
     use super::buffer::PyTensorView;

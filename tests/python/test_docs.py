@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvspan
-from kvspan import _kvspan, errors
+from kvspan import _kvspan, errors, handle
 
 ROOT = Path(__file__).parents[2]
 CLASSES = [value for value in vars(kvspan).values() if isinstance(value, type)]
@@ -27,7 +27,7 @@ MEMBERS = [
 def examples():
     """All docstrings with examples, of the extension and of the package's Python files."""
     finder = doctest.DocTestFinder(exclude_empty=True)
-    for module in [kvspan, _kvspan, errors]:
+    for module in [kvspan, _kvspan, errors, handle]:
         for one in EXTENSION_CLASSES if module is _kvspan else [module]:
             for test in finder.find(one, getattr(one, "__name__", None), module=False):
                 if test.examples:
@@ -68,8 +68,7 @@ def test_names_of_the_package():
     public = {
         name
         for name, value in vars(kvspan).items()
-        if not name.startswith("_")
-        and not (inspect.ismodule(value) and not value.__name__.startswith("kvspan."))
+        if not name.startswith("_") and (value is errors or not inspect.ismodule(value))
     }
     assert public | {"__version__"} == set(kvspan.__all__)
     namespace = {}
@@ -84,7 +83,7 @@ def test_version_is_the_distribution_s():
 @pytest.mark.parametrize("one", CLASSES)
 def test_class_is_where_it_says(one):
     assert getattr(importlib.import_module(one.__module__), one.__name__) is one
-    assert one.__module__ in ("kvspan", "kvspan.errors")
+    assert one.__module__ in ("kvspan", "kvspan.errors", "kvspan.handle")
 
 
 @pytest.mark.parametrize("one", EXTENSION_CLASSES)
@@ -122,6 +121,26 @@ SIGNATURES = {
     "BlockTable.truncate": "(self, /, new_len)",
     "KVCacheConfig": "(max_tokens_per_seq=8192, num_heads=4, hidden_dim_per_head=64, "
     "dtype='float32')",
+    "CacheTensor.__array__": "(self, /, dtype=None, copy=None)",
+    "CacheTensor.__dlpack__": "(self, /, *, stream=None, max_version=None, dl_device=None, "
+    "copy=None)",
+    "CacheTensor.__dlpack_device__": "(self, /)",
+    "CacheTensor.numpy": "(self, /)",
+    "CacheTensor.release": "(self, /)",
+    "ContiguousKvCacheHandle": "(layers)",
+    "ContiguousKvCacheHandle.append": "(self, /, layer, keys, values)",
+    "ContiguousKvCacheHandle.clone_handle": "(self, /)",
+    "ContiguousKvCacheHandle.close": "(self, /)",
+    "ContiguousKvCacheHandle.key_cache": "(self, /, layer)",
+    "ContiguousKvCacheHandle.kv_cache": "(self, /, layer)",
+    "ContiguousKvCacheHandle.layer": "(self, /, layer)",
+    "ContiguousKvCacheHandle.stats": "(self, /)",
+    "ContiguousKvCacheHandle.value_cache": "(self, /, layer)",
+    "KvCacheHandle.clone_handle": "(self) -> 'KvCacheHandle'",
+    "KvCacheHandle.key_cache": "(self, layer: 'SupportsIndex', /) -> 'Any'",
+    "KvCacheHandle.kv_cache": "(self, layer: 'SupportsIndex', /) -> 'tuple[Any, Any]'",
+    "KvCacheHandle.stats": "(self) -> 'CacheHandleStats | Any'",
+    "KvCacheHandle.value_cache": "(self, layer: 'SupportsIndex', /) -> 'Any'",
     "KvCacheManager": "(num_blocks, *, block_size=16, num_layers=1, num_kv_heads=4, head_dim=64, "
     "dtype='float32', storage=True, prefix_caching=True, merge_duplicates=True, namespace=None, "
     "epoch=0)",
@@ -163,7 +182,10 @@ SIGNATURES = {
     "KVSpan.release": "(self, /)",
     "PagedKvCacheHandle.clone_handle": "(self, /)",
     "PagedKvCacheHandle.close": "(self, /)",
+    "PagedKvCacheHandle.key_cache": "(self, /, layer)",
+    "PagedKvCacheHandle.kv_cache": "(self, /, layer)",
     "PagedKvCacheHandle.stats": "(self, /)",
+    "PagedKvCacheHandle.value_cache": "(self, /, layer)",
     "PagedSpan.release": "(self, /)",
     "ReservedSpan.commit": "(self, /)",
     "ReservedSpan.discard": "(self, /)",

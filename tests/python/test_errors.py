@@ -27,6 +27,7 @@ from kvspan.errors import (
     KvCacheError,
     KvTimeoutError,
     LayerOutOfRangeError,
+    LayersDifferError,
     NoStorageError,
     NotInitializedError,
     OutOfBlocksError,
@@ -317,6 +318,12 @@ RAISED = [
         lambda: kvspan.BlockTable(2**62, [1, 5]).slot_mapping(2**62 - 1, 2**62 + 1),
         {"token": 2**62},
     ),
+    (
+        LayersDifferError,
+        lambda: kvspan.ContiguousKvCacheHandle([new_cache(), new_cache(capacity=17)]),
+        {"layer": 1},
+    ),
+    (InvalidConfigError, lambda: kvspan.ContiguousKvCacheHandle([]), {}),
     (InvalidConfigError, lambda: new_manager(block_size=2**40, storage=False), {}),
     (InvalidInputError, lambda: new_manager().allocate([1, -1]), {}),
 ]
@@ -346,7 +353,6 @@ def test_every_exception_has_a_call_that_raises_it():
     assert set(CLASSES) - raised == {
         KvCacheError,
         errors.CorruptedError,
-        errors.LayersDifferError,
         errors.WouldDeadlockError,
     }
 

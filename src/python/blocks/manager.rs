@@ -247,7 +247,8 @@ impl PyKvCacheManager {
         num_tokens: NumTokens,
     ) -> PyResult<Option<PyBlockCopy>> {
         let manager = self.core()?;
-        let copy = handle.0.get().change(py, |handle| manager.extend(handle, num_tokens.0))?;
+        let copy =
+            handle.0.get().handle.change(py, |handle| manager.extend(handle, num_tokens.0))?;
         Ok(copy.map(PyBlockCopy::from))
     }
 
@@ -265,7 +266,8 @@ impl PyKvCacheManager {
         new_len: NumTokens,
     ) -> PyResult<Option<PyBlockCopy>> {
         let manager = self.core()?;
-        let copy = handle.0.get().change(py, |handle| manager.truncate(handle, new_len.0))?;
+        let copy =
+            handle.0.get().handle.change(py, |handle| manager.truncate(handle, new_len.0))?;
         Ok(copy.map(PyBlockCopy::from))
     }
 
@@ -281,7 +283,8 @@ impl PyKvCacheManager {
         request_id: Option<&str>,
     ) -> PyResult<PyPagedKvCacheHandle> {
         let manager = slf.get().core()?;
-        let fork = handle.0.get().read(slf.py(), |handle| manager.fork(handle, request_id))?;
+        let fork =
+            handle.0.get().handle.read(slf.py(), |handle| manager.fork(handle, request_id))?;
         Ok(PyPagedKvCacheHandle::new(slf.clone().unbind(), fork))
     }
 
@@ -291,7 +294,7 @@ impl PyKvCacheManager {
     /// that may be repeated.
     fn free(&self, py: Python<'_>, handle: Given<'_>) -> PyResult<()> {
         let manager = self.core()?;
-        handle.0.get().read(py, |handle| manager.free(handle))
+        handle.0.get().handle.read(py, |handle| manager.free(handle))
     }
 
     /// Gives the blocks of the sequence of this name back, wherever its handle is.
@@ -327,6 +330,7 @@ impl PyKvCacheManager {
         handle
             .0
             .get()
+            .handle
             .change(py, |handle| manager.write_from(handle, layer.0, position.0, keys, values))
     }
 
@@ -372,7 +376,7 @@ impl PyKvCacheManager {
         end: Option<NumTokens>,
     ) -> PyResult<PyPagedSpan> {
         let manager = self.core()?;
-        let span = handle.0.get().read(py, |handle| {
+        let span = handle.0.get().handle.read(py, |handle| {
             let end = end.map_or_else(|| handle.num_tokens(), |end| end.0);
             manager.view(handle, layer.0, start.0, end)
         })?;
@@ -397,7 +401,7 @@ impl PyKvCacheManager {
     ) -> PyResult<Bound<'py, PyTuple>> {
         let manager = self.core()?;
         // Before there is an attempt to allocate as much.
-        let range = handle.0.get().read(py, |handle| {
+        let range = handle.0.get().handle.read(py, |handle| {
             manager.check_readable(handle, layer.0, start.0, end.map(|end| end.0))
         })?;
         let (heads, dim) = self.dims();
@@ -430,7 +434,7 @@ impl PyKvCacheManager {
         let (keys, values) = Room::pair([keys_out, values_out], names, self.dims())?;
         let (mut keys, mut values) = (keys.target(), values.target());
         let range = start.0..end.0;
-        handle.0.get().read(py, |handle| {
+        handle.0.get().handle.read(py, |handle| {
             manager.read_range_to(handle, layer.0, range, &mut keys, &mut values)
         })
     }
@@ -446,7 +450,7 @@ impl PyKvCacheManager {
     /// it with other tokens.
     fn commit(&self, py: Python<'_>, handle: Given<'_>, tokens: TokenIds) -> PyResult<()> {
         let manager = self.core()?;
-        handle.0.get().change(py, |handle| manager.commit(handle, &tokens.0))
+        handle.0.get().handle.change(py, |handle| manager.commit(handle, &tokens.0))
     }
 
     /// Makes everything that is cached impossible to find.

@@ -3,13 +3,17 @@
 //! Every call into the core is made detached, since all of them take locks. So is the drop of
 //! whatever holds blocks.
 
+mod contiguous;
+mod guarded;
 mod manager;
 mod options;
 mod paged;
 mod report;
 mod span;
 mod table;
+mod tensor;
 
+pub(super) use contiguous::PyContiguousKvCacheHandle;
 pub(super) use manager::PyKvCacheManager;
 pub(super) use paged::PyPagedKvCacheHandle;
 pub(super) use report::{
@@ -18,6 +22,7 @@ pub(super) use report::{
 };
 pub(super) use span::PyPagedSpan;
 pub(super) use table::PyBlockTable;
+pub(super) use tensor::PyCacheTensor;
 
 /// What blocks hold, for now.
 type Stored = f32;

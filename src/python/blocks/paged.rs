@@ -1,23 +1,20 @@
 //! `PagedKvCacheHandle`.
 
-use std::time::{Duration, Instant};
-
 use numpy::PyArray1;
-use parking_lot::{RwLock, RwLockWriteGuard};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use super::Stored;
+use super::guarded::Guarded;
 use super::manager::PyKvCacheManager;
 use super::report::PyCacheHandleStats;
 use super::table::PyBlockTable;
+use super::tensor::PyCacheTensor;
 use crate::error::{KvError, Result};
 use crate::handle::{KvCacheHandle, PagedKvCacheHandle};
-use crate::python::convert::{in_entry, push, type_name};
+use crate::python::convert::{Layer, in_entry, push, type_name};
 use crate::python::error::InvalidInputError;
-use crate::python::fork::ProcessLocal;
-use crate::python::patience;
 
 /// One sequence of a ``KvCacheManager``, and its hold on its blocks.
 ///
@@ -45,42 +42,12 @@ use crate::python::patience;
 pub(in crate::python) struct PyPagedKvCacheHandle {
     manager: Py<PyKvCacheManager>,
     cache_id: String,
-    /// Locked only detached, and let go before attaching again.
-    handle: ProcessLocal<RwLock<PagedKvCacheHandle<Stored>>>,
+    pub(super) handle: Guarded<PagedKvCacheHandle<Stored>>,
 }
 
 impl PyPagedKvCacheHandle {
     pub(super) fn new(manager: Py<PyKvCacheManager>, handle: PagedKvCacheHandle<Stored>) -> Self {
-        let cache_id = handle.cache_id();
-        Self { manager, cache_id, handle: ProcessLocal::with_long_drop(RwLock::new(handle)) }
-    }
-
-    /// Calls `call` detached, beside others who do so.
-    pub(super) fn read<R: Send>(
-        &self,
-        py: Python<'_>,
-        call: impl FnOnce(&PagedKvCacheHandle<Stored>) -> Result<R> + Send,
-    ) -> PyResult<R> {
-        let (lock, mut call) = (self.handle.get()?, Some(call));
-        let done = patience::wait(py, |limit| {
-            let handle = lock.try_read_for(limit)?;
-            call.take().map(|call| call(&handle))
-        });
-        Ok(done??)
-    }
-
-    /// Calls `call` detached, and alone with the handle.
-    pub(super) fn change<R: Send>(
-        &self,
-        py: Python<'_>,
-        call: impl FnOnce(&mut PagedKvCacheHandle<Stored>) -> Result<R> + Send,
-    ) -> PyResult<R> {
-        let (lock, mut call) = (self.handle.get()?, Some(call));
-        let done = patience::wait(py, |limit| {
-            let mut handle = lock.try_write_for(limit)?;
-            call.take().map(|call| call(&mut handle))
-        });
-        Ok(done??)
+        Self { manager, cache_id: handle.cache_id(), handle: Guarded::new(handle) }
     }
 }
 
@@ -136,31 +103,8 @@ impl GivenMany<'_> {
         py: Python<'_>,
         call: impl FnOnce(&mut [&mut PagedKvCacheHandle<Stored>]) -> Result<R> + Send,
     ) -> PyResult<R> {
-        let locks = self.0.iter().map(|handle| handle.get().handle.get());
-        let mut locks = locks.enumerate().map(|(place, lock)| Ok((place, lock?)));
-        let mut locks = locks.by_ref().collect::<PyResult<Vec<_>>>()?;
-        // All callers take them in one order, and so do not wait for each other in a circle.
-        locks.sort_unstable_by_key(|(_, lock)| std::ptr::from_ref(*lock).addr());
-        let mut call = Some(call);
-        let done = patience::wait(py, |limit| {
-            let mut guards = lock_all(&locks, limit)?;
-            guards.sort_unstable_by_key(|&(place, _)| place);
-            let mut handles = guards.iter_mut().map(|(_, guard)| &mut **guard).collect::<Vec<_>>();
-            call.take().map(|call| call(&mut handles))
-        });
-        Ok(done??)
+        Guarded::change_all(py, self.0.iter().map(|handle| &handle.get().handle), call)
     }
-}
-
-type Guard<'a> = RwLockWriteGuard<'a, PagedKvCacheHandle<Stored>>;
-
-/// All or none, after waiting for no longer than `limit`.
-fn lock_all<'a>(
-    locks: &[(usize, &'a RwLock<PagedKvCacheHandle<Stored>>)],
-    limit: Duration,
-) -> Option<Vec<(usize, Guard<'a>)>> {
-    let end = Instant::now() + limit;
-    locks.iter().map(|&(place, lock)| Some((place, lock.try_write_until(end)?))).collect()
 }
 
 #[pymethods]
@@ -180,7 +124,7 @@ impl PyPagedKvCacheHandle {
     /// Whether the handle can be used: false once its sequence was freed.
     #[getter]
     fn is_valid(&self, py: Python<'_>) -> PyResult<bool> {
-        self.read(py, |handle| Ok(handle.is_valid()))
+        self.handle.read(py, |handle| Ok(handle.is_valid()))
     }
 
     /// Which blocks the sequence has: a copy of its ``BlockTable``.
@@ -190,7 +134,7 @@ impl PyPagedKvCacheHandle {
     /// ``truncate`` raise; nothing has changed then.
     #[getter]
     fn block_table(&self, py: Python<'_>) -> PyResult<PyBlockTable> {
-        self.read(py, |handle| Ok(handle.block_table().clone())).map(PyBlockTable::new)
+        self.handle.read(py, |handle| Ok(handle.block_table().clone())).map(PyBlockTable::new)
     }
 
     #[setter]
@@ -200,7 +144,7 @@ impl PyPagedKvCacheHandle {
             return Err(PyTypeError::new_err(format!("a BlockTable is wanted, not {given}")));
         };
         let table = table.get().table();
-        self.change(py, |handle| handle.set_table(table))
+        self.handle.change(py, |handle| handle.set_table(table))
     }
 
     /// Where the memory is: ``"cpu"``.
@@ -212,25 +156,25 @@ impl PyPagedKvCacheHandle {
     /// Number of tokens of the sequence.
     #[getter]
     fn num_tokens(&self, py: Python<'_>) -> PyResult<usize> {
-        self.read(py, |handle| Ok(handle.num_tokens()))
+        self.handle.read(py, |handle| Ok(handle.num_tokens()))
     }
 
     /// How many of the first tokens were there already when the sequence was allocated.
     #[getter]
     fn num_cached_tokens(&self, py: Python<'_>) -> PyResult<usize> {
-        self.read(py, |handle| Ok(handle.num_cached_tokens()))
+        self.handle.read(py, |handle| Ok(handle.num_cached_tokens()))
     }
 
     /// How many of the first tokens were committed.
     #[getter]
     fn num_committed_tokens(&self, py: Python<'_>) -> PyResult<usize> {
-        self.read(py, |handle| Ok(handle.num_committed_tokens()))
+        self.handle.read(py, |handle| Ok(handle.num_committed_tokens()))
     }
 
     /// The tokens that are known, those allocated and committed: a new array of uint32.
     #[getter]
     fn tokens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u32>>> {
-        let tokens = self.read(py, |handle| Ok(handle.tokens().to_vec()))?;
+        let tokens = self.handle.read(py, |handle| Ok(handle.tokens().to_vec()))?;
         Ok(PyArray1::from_vec(py, tokens))
     }
 
@@ -252,23 +196,51 @@ impl PyPagedKvCacheHandle {
         self.manager.get().config().head_dim
     }
 
+    /// Returns the keys of a layer as a ``CacheTensor``, or ``None`` without storage.
+    ///
+    /// Raises LayerOutOfRangeError or StaleHandleError.
+    fn key_cache(&self, py: Python<'_>, layer: Layer) -> PyResult<Option<PyCacheTensor>> {
+        let keys = self.handle.read(py, |handle| handle.key_cache(layer.0))?;
+        PyCacheTensor::of_layer(py, keys)
+    }
+
+    /// Returns the values of a layer as a ``CacheTensor``, or ``None`` without storage.
+    ///
+    /// Raises LayerOutOfRangeError or StaleHandleError.
+    fn value_cache(&self, py: Python<'_>, layer: Layer) -> PyResult<Option<PyCacheTensor>> {
+        let values = self.handle.read(py, |handle| handle.value_cache(layer.0))?;
+        PyCacheTensor::of_layer(py, values)
+    }
+
+    /// Returns the keys and the values of a layer.
+    ///
+    /// Raises LayerOutOfRangeError or StaleHandleError.
+    fn kv_cache(
+        &self,
+        py: Python<'_>,
+        layer: Layer,
+    ) -> PyResult<(Option<PyCacheTensor>, Option<PyCacheTensor>)> {
+        let (keys, values) = self.handle.read(py, |handle| handle.kv_cache(layer.0))?;
+        Ok((PyCacheTensor::of_layer(py, keys)?, PyCacheTensor::of_layer(py, values)?))
+    }
+
     /// Returns a handle of its own with the same tokens, as ``KvCacheManager.fork`` does.
     ///
     /// Raises StaleHandleError.
     fn clone_handle(&self, py: Python<'_>) -> PyResult<Self> {
-        let clone = self.read(py, |handle| handle.fork(None))?;
+        let clone = self.handle.read(py, |handle| handle.fork(None))?;
         Ok(Self::new(self.manager.clone_ref(py), clone))
     }
 
     /// Returns how much the sequence has, and how full that is.
     fn stats(&self, py: Python<'_>) -> PyResult<PyCacheHandleStats> {
-        let stats = self.read(py, |handle| Ok(handle.stats()))?;
+        let stats = self.handle.read(py, |handle| Ok(handle.stats()))?;
         PyCacheHandleStats::new(py, &stats)
     }
 
     /// Frees the sequence, unless that was done before.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.read(py, |handle| {
+        self.handle.read(py, |handle| {
             handle.close();
             Ok(())
         })
@@ -289,10 +261,10 @@ impl PyPagedKvCacheHandle {
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         let cache_id = &self.cache_id;
-        if self.handle.get().is_err() {
+        if !self.handle.is_ours() {
             return Ok(format!("PagedKvCacheHandle({cache_id}, made before fork())"));
         }
-        self.read(py, |handle| {
+        self.handle.read(py, |handle| {
             let (tokens, cached) = (handle.num_tokens(), handle.num_cached_tokens());
             let (blocks, freed) =
                 (handle.block_table().num_blocks(), if handle.is_valid() { "" } else { ", freed" });

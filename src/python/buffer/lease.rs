@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use crate::handle::PagedSpan;
+use crate::handle::{PagedSpan, TensorRef};
 use crate::layer::{KVSpan, PinnedSpan, ReservedSpan};
 use crate::python::error::{ReleasedError, ViewsAliveError};
 use crate::python::fork::ProcessLocal;
@@ -32,6 +32,8 @@ enum Owner {
     Reserved(Mutex<Option<ReservedSpan>>),
     /// A pin on blocks, which each have a piece of the rows.
     Paged(PagedSpan),
+    /// Keys alone, or values alone, in pieces.
+    Tensor(TensorRef),
     /// One piece of what `whole` owns.
     Piece { whole: Py<SpanMemory>, index: usize },
 }
@@ -81,6 +83,10 @@ impl Lease {
 
     pub(in crate::python) fn paged(py: Python<'_>, span: PagedSpan) -> PyResult<Self> {
         Self::of_memory(py, ProcessLocal::with_long_drop(Owner::Paged(span)))
+    }
+
+    pub(in crate::python) fn one_side(py: Python<'_>, tensor: TensorRef) -> PyResult<Self> {
+        Self::of_memory(py, ProcessLocal::with_long_drop(Owner::Tensor(tensor)))
     }
 
     fn new(py: Python<'_>, owner: Owner) -> PyResult<Self> {
@@ -169,7 +175,7 @@ impl Lease {
         let mut lease = self.0.lock();
         let kept = match lease.as_ref().map(|memory| memory.get().0.get()).transpose()? {
             Some(Owner::Reserved(_)) => "reserved",
-            Some(Owner::Pinned(_) | Owner::Paged(_) | Owner::Piece { .. }) | None => "pinned",
+            _ => "pinned",
         };
         // Whoever leads to the memory refers to this object, and new references come from here or
         // from old ones: if there is only one, nobody else can make another.
@@ -204,7 +210,7 @@ impl SpanMemory {
                 let axes = [reserved.len(), reserved.num_heads(), reserved.head_dim()];
                 (reserved.pointers(), axes)
             }
-            Owner::Paged(_) => self.locate_piece(0)?,
+            Owner::Paged(_) | Owner::Tensor(_) => self.locate_piece(0)?,
             Owner::Piece { whole, index } => whole.get().locate_piece(*index)?,
         };
         let data = match side {
@@ -219,10 +225,20 @@ impl SpanMemory {
 
     /// Where a piece is; past the last one there are no rows.
     fn locate_piece(&self, index: usize) -> PyResult<Place> {
-        let Owner::Paged(span) = self.0.get()? else { return Err(over()) };
-        let [_, heads, dim] = span.shape();
-        let nowhere = || ([NonNull::dangling(); 2], [0, heads, dim]);
-        Ok(span.segment(index).as_ref().map_or_else(nowhere, place))
+        let (found, [_, heads, dim]) = match self.0.get()? {
+            Owner::Paged(span) => (span.segment(index).as_ref().map(place), span.shape()),
+            Owner::Tensor(tensor) => {
+                let shape @ [_, heads, dim] = tensor.shape();
+                let elements = tensor.segment_as::<f32>(index);
+                let found = elements.map(|elements| {
+                    let axes = [elements.len() / (heads * dim), heads, dim];
+                    ([NonNull::from(elements).cast(); 2], axes)
+                });
+                (found, shape)
+            }
+            _ => return Err(over()),
+        };
+        Ok(found.unwrap_or(([NonNull::dangling(); 2], [0, heads, dim])))
     }
 }
 
