@@ -1,13 +1,13 @@
 //! What a call on a manager costs, for sequences in blocks of 16 tokens.
 //!
 //! ```text
-//! cargo bench --bench manager               # all groups; about a minute
+//! cargo bench --bench manager               # all groups; about two minutes
 //! cargo bench --bench manager -- --test     # each benchmark once, to see that it works
 //! ```
 //!
 //! | group | question |
 //! |---|---|
-//! | `decode_bookkeeping` | What does one more token of a long sequence cost, without its content? |
+//! | `decode_bookkeeping` | What does one more token of each sequence cost, without its content? |
 //! | `write_token` | What does it cost to write it in one layer: in one call for all, and one by one? |
 //! | `view` | What does it cost to borrow all tokens of a layer? |
 //! | `prompt` | What does a prompt of 16,384 tokens cost, from its tokens to its freed blocks? |
@@ -45,28 +45,47 @@ fn allocate(manager: &KvCacheManager, tokens: &[u32]) -> PagedKvCacheHandle {
     manager.allocate(tokens, &RequestOptions::default()).expect("there is room")
 }
 
+/// The numbers are of a step of all sequences.
 fn decode_bookkeeping(c: &mut Criterion) {
-    let manager = manager(Storage::Elsewhere);
-    let mut handle = allocate(&manager, &tokens(0, LEN));
-    manager.commit(&mut handle, &tokens(0, LEN)).expect("the tokens are its own");
-    c.bench_function("decode_bookkeeping", |bencher| {
-        bencher.iter_custom(|iterations| {
+    /// Steps after which all sequences are as they were, a quarter of them in a new block each time.
+    const STEPS: u32 = 512;
+    let mut group = c.benchmark_group("decode_bookkeeping");
+    for num_sequences in [1, 64] {
+        let manager = manager(Storage::Elsewhere);
+        let lens = (0..num_sequences).map(|index| LEN / num_sequences + index % 16);
+        let prompts = (0..).zip(lens).map(|(prompt, len)| tokens(prompt, len)).collect::<Vec<_>>();
+        let mut handles = Vec::new();
+        for prompt in &prompts {
+            let mut handle = allocate(&manager, prompt);
+            manager.commit(&mut handle, prompt).expect("the tokens are its own");
+            handles.push(handle);
+        }
+        let mut run = |commits: bool, iterations: u64| {
+            let (ones, token) = (vec![1; num_sequences], vec![&[7][..]; num_sequences]);
             let mut elapsed = Duration::ZERO;
-            let mut left = iterations;
-            while left > 0 {
-                let steps = left.min(8_192);
+            for _ in 0..iterations {
+                let mut batch = handles.iter_mut().collect::<Vec<_>>();
                 let start = Instant::now();
-                for _ in 0..steps {
-                    manager.extend(&mut handle, 1).expect("there is room");
-                    manager.commit(&mut handle, &[7]).expect("there is room for it");
+                for _ in 0..STEPS {
+                    manager.extend_many(&mut batch, &ones).expect("there is room");
+                    if commits {
+                        manager.commit_many(&mut batch, &token).expect("there is room for it");
+                    }
                 }
                 elapsed += start.elapsed();
-                manager.truncate(&mut handle, LEN).expect("it ends where a block does");
-                left -= steps;
+                for (handle, prompt) in handles.iter_mut().zip(&prompts) {
+                    manager.truncate(handle, prompt.len()).expect("it was as short as that");
+                }
             }
-            elapsed
+            elapsed / STEPS
+        };
+        group.bench_function(BenchmarkId::new("extend", num_sequences), |bencher| {
+            bencher.iter_custom(|iterations| run(false, iterations));
         });
-    });
+        group.bench_function(BenchmarkId::new("extend_and_commit", num_sequences), |bencher| {
+            bencher.iter_custom(|iterations| run(true, iterations));
+        });
+    }
 }
 
 fn write_token(c: &mut Criterion) {

@@ -305,11 +305,27 @@ pub enum KvError {
         cache_id: String,
     },
 
+    /// A handle was given twice in one call.
+    #[error("the handle {cache_id} is given twice")]
+    DuplicateHandle {
+        /// What the handle is called.
+        cache_id: String,
+    },
+
     /// A handle belongs to another cache.
     #[error("the handle {cache_id} belongs to another cache")]
     ForeignHandle {
         /// What the handle is called.
         cache_id: String,
+    },
+
+    /// Keys were made for blocks of another size.
+    #[error("the keys are of blocks of {given} tokens, but the cache has blocks of {wanted}")]
+    BlockSizeMismatch {
+        /// Tokens of a block of the keys.
+        given: usize,
+        /// Tokens of a block of the cache.
+        wanted: usize,
     },
 
     /// A request that is still alive has this name.

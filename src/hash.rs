@@ -175,11 +175,11 @@ impl KeyChain {
     pub fn extend(&mut self, tokens: &[u32]) {
         let Self { block_size, keys, .. } = self;
         self.tokens.extend_from_slice(tokens);
-        let unkeyed =
-            self.tokens[keys.len() * widen(*block_size)..].chunks_exact(widen(*block_size));
-        if unkeyed.len() == 0 {
+        let unkeyed = &self.tokens[keys.len() * widen(*block_size)..];
+        if unkeyed.len() < widen(*block_size) {
             return;
         }
+        let unkeyed = unkeyed.chunks_exact(widen(*block_size));
         keys.reserve(unkeyed.len());
         let mut plain = Message::new(*block_size, NO_EXTRA_KEYS);
         let mut parent = *keys.last().unwrap_or(&self.root);
@@ -284,6 +284,11 @@ impl KeyChain {
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
     }
+
+    /// Returns the tokens of a block.
+    pub fn block_size(&self) -> usize {
+        widen(self.block_size)
+    }
 }
 
 /// Prints the lengths, never the tokens.
@@ -329,19 +334,19 @@ impl Message {
 
     /// With a parent and tokens that are still to come.
     fn new(block_size: u32, extra_keys: &[u8]) -> Self {
-        let mut bytes = [BLOCK_DOMAIN, &BlockKey::BLANK.0, &block_size.to_le_bytes()].concat();
-        let block_size = widen(block_size);
-        bytes.resize(Self::TOKENS_AT + block_size * size_of::<u32>(), 0);
-        bytes.extend_from_slice(extra_keys);
-        let num_bits = lengthen(bytes.len()) * 8;
-        bytes.push(0x80);
-        bytes.resize((bytes.len() + size_of_val(&num_bits)).next_multiple_of(64), 0);
-        let (chunks, _) = bytes.as_chunks();
-        let mut chunks = chunks.to_vec();
-        if let Some(end) = chunks.as_flattened_mut().last_chunk_mut() {
+        let tokens_end = Self::TOKENS_AT + widen(block_size) * size_of::<u32>();
+        let len = tokens_end + extra_keys.len();
+        let num_bits = lengthen(len) * 8;
+        let mut chunks = vec![[0; 64]; (len + 1 + size_of_val(&num_bits)).div_ceil(64)];
+        let bytes = chunks.as_flattened_mut();
+        bytes[..Self::PARENT_AT].copy_from_slice(BLOCK_DOMAIN);
+        bytes[Self::BLOCK_SIZE_AT..Self::TOKENS_AT].copy_from_slice(&block_size.to_le_bytes());
+        bytes[tokens_end..len].copy_from_slice(extra_keys);
+        bytes[len] = 0x80;
+        if let Some(end) = bytes.last_chunk_mut() {
             *end = num_bits.to_be_bytes();
         }
-        Self { chunks, block_size }
+        Self { chunks, block_size: widen(block_size) }
     }
 
     fn key(&mut self, parent: &BlockKey, tokens: &[u32]) -> BlockKey {

@@ -26,6 +26,8 @@ pub use handle::{
 pub use hash::{BlockKey, KeyChain, KeyRoot};
 pub use ids::BlockId;
 pub use layer::{KVCacheEntry, KVSpan, LayerKvCache, PinnedSpan, ReservedSpan};
-pub use manager::{KvCacheManager, KvCacheManagerConfig, RequestOptions, Storage};
+pub use manager::{
+    BlockTables, KeyedRequest, KvCacheManager, KvCacheManagerConfig, RequestOptions, Storage,
+};
 pub use prefix::{Duplicates, PrefixCache};
 pub use store::{BlockCopy, BlockPicture, Inspection, LeakReport, ManagerStats, SequenceReport};

@@ -450,6 +450,13 @@ impl BlockPool {
         Ok(self.slot(block)?.kept)
     }
 
+    /// Returns whether a block has one holder, no pins and no name, so that its holder can change it as
+    /// it likes.
+    pub(crate) fn is_private(&self, block: BlockId) -> bool {
+        let slot = self.slots.get(block.index());
+        slot.is_some_and(|slot| matches!(slot, Slot { holders: 1, pins: 0, kept: false, .. }))
+    }
+
     /// Returns the blocks that nobody has, from the one that is reused next to the last.
     pub fn free_queue(&self) -> impl Iterator<Item = BlockId> {
         self.queue.iter()

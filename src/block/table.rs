@@ -69,6 +69,13 @@ impl BlockTable {
         }
     }
 
+    /// Makes the table of a sequence, of whose blocks the caller knows that they differ and that they
+    /// have room for its tokens.
+    pub(crate) fn of(block_size: usize, blocks: Vec<BlockId>, sequence_length: usize) -> Self {
+        let logical_to_physical = blocks.iter().map(|block| block.get()).collect();
+        Self { physical_blocks: blocks, logical_to_physical, sequence_length, block_size }
+    }
+
     /// Returns the number of blocks.
     pub fn num_blocks(&self) -> usize {
         self.physical_blocks.len()
@@ -139,6 +146,13 @@ impl BlockTable {
         Ok(std::mem::replace(&mut self.physical_blocks[block_index], block))
     }
 
+    /// The same with a block of which the caller knows that it is not in the table, and an index that
+    /// is.
+    pub(crate) fn adopt_at(&mut self, block_index: usize, block: BlockId) {
+        self.logical_to_physical[block_index] = block.get();
+        self.physical_blocks[block_index] = block;
+    }
+
     /// Makes the sequence longer by `additional` tokens, within the blocks it has.
     ///
     /// # Errors
@@ -201,23 +215,29 @@ impl BlockTable {
     /// # Ok::<(), kvspan::KvError>(())
     /// ```
     pub fn slot_mapping(&self, range: Range<usize>) -> Result<Vec<usize>> {
+        let mut slots = Vec::new();
+        self.push_slots(range, &mut slots)?;
+        Ok(slots)
+    }
+
+    /// The same at the end of a list, which may have some of them after an error.
+    pub(crate) fn push_slots(&self, range: Range<usize>, slots: &mut Vec<usize>) -> Result<()> {
         let Range { start, end } = range;
         let Some(num_tokens) = end.checked_sub(start) else {
             return Err(KvError::InvertedRange { start, end });
         };
         if num_tokens == 0 {
-            return Ok(Vec::new());
+            return Ok(());
         }
         self.check_room(start, num_tokens)?;
-        let mut slots = Vec::new();
         let bytes = num_tokens.saturating_mul(size_of::<usize>());
-        slots.try_reserve_exact(num_tokens).map_err(|_| KvError::OutOfMemory { bytes })?;
+        slots.try_reserve(num_tokens).map_err(|_| KvError::OutOfMemory { bytes })?;
         for (index, piece) in pieces(range, self.block_size) {
             let first = index * self.block_size;
             let last = self.slot_in_room(first + piece.end - 1)?;
             slots.extend(self.slot_in_room(first + piece.start)?..=last);
         }
-        Ok(slots)
+        Ok(())
     }
 
     /// Checks that the fields agree with each other, as all methods leave them.
@@ -274,13 +294,16 @@ pub(crate) fn pieces(
     range: Range<usize>,
     block_size: usize,
 ) -> impl Iterator<Item = (usize, Range<usize>)> + Clone {
-    let first =
-        if range.is_empty() { range.end.div_ceil(block_size) } else { range.start / block_size };
-    let blocks = first..range.end.div_ceil(block_size);
-    blocks.map(move |index| {
+    let mut index = range.start / block_size;
+    let mut start = range.start;
+    std::iter::from_fn(move || {
+        if start >= range.end {
+            return None;
+        }
         let first = index * block_size;
-        let end = (range.end - first).min(block_size);
-        (index, range.start.saturating_sub(first)..end)
+        let piece = (index, start - first..(range.end - first).min(block_size));
+        (index, start) = (index + 1, first.saturating_add(block_size));
+        Some(piece)
     })
 }
 

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 pub use contiguous::ContiguousKvCacheHandle;
+pub(crate) use paged::{Known, NewSequence, check_count, in_batch};
 pub use paged::{PagedKvCacheHandle, PagedSpan};
 pub use tensor::{TensorLike, TensorRef};
 

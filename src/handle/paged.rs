@@ -1,5 +1,8 @@
 //! A sequence whose tokens lie in blocks that others may share.
 
+mod batch;
+mod known;
+
 use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,11 +15,13 @@ use super::{CacheHandleStats, Device, KvCacheHandle, TensorRef};
 use crate::block::{BlockTable, pieces};
 use crate::dtype::Element;
 use crate::error::{KvError, Result};
-use crate::hash::KeyChain;
 use crate::ids::share;
 use crate::layer::KVSpan;
 use crate::memory::{BlockRows, BlockSlots, Source, Target};
-use crate::store::{BlockCopy, Entered, Lease, Opening, PinnedBlocks, Store};
+use crate::store::{BlockCopy, Entered, Lease, PinnedBlocks, Store};
+
+pub(crate) use batch::{NewSequence, check_count, in_batch};
+pub(crate) use known::Known;
 
 /// A sequence of a [`KvCacheManager`](crate::KvCacheManager), and its hold on its blocks.
 ///
@@ -35,50 +40,14 @@ pub struct PagedKvCacheHandle<T: Element = f32> {
     num_tokens: usize,
     /// Slots from here on are zero, in the blocks of the sequence.
     high_water: usize,
-    /// The tokens that are known: those of the prompt, and those that were committed.
-    chain: KeyChain,
+    /// Those of the prompt, and those that were committed.
+    known: Known,
     num_cached_tokens: usize,
     num_committed_tokens: usize,
-    prefix_caching: bool,
     last_access: Mutex<Instant>,
 }
 
 impl<T: Element> PagedKvCacheHandle<T> {
-    /// Starts a sequence on the tokens of `chain`, with room for `lookahead` more.
-    pub(crate) fn open(
-        store: &Arc<Store<T>>,
-        chain: KeyChain,
-        lookahead: usize,
-        request_id: Option<&str>,
-        prefix_caching: bool,
-    ) -> Result<Self> {
-        let (block_size, num_tokens) = (store.shape().block_size, chain.tokens().len());
-        let num_slots = num_tokens.saturating_add(lookahead);
-        let opening = Opening {
-            keys: if prefix_caching { chain.reusable_keys() } else { &[] },
-            num_blocks: BlockTable::blocks_needed_for_length(num_slots, block_size),
-            num_tokens,
-            request_id,
-        };
-        let (lease, blocks, num_hits) = store.open(&opening)?;
-        let mut table = BlockTable::new(block_size);
-        table.adopt(&blocks);
-        table.extend_sequence(num_tokens)?;
-        let num_cached_tokens = num_hits * block_size;
-        Ok(Self {
-            lease,
-            table,
-            edited: false,
-            num_tokens,
-            high_water: num_tokens,
-            chain,
-            num_cached_tokens,
-            num_committed_tokens: num_cached_tokens,
-            prefix_caching,
-            last_access: Mutex::new(Instant::now()),
-        })
-    }
-
     /// Returns how many of the first tokens were there already when the sequence was allocated.
     pub fn num_cached_tokens(&self) -> usize {
         self.num_cached_tokens
@@ -92,7 +61,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
     /// Returns the tokens that are known: those that the sequence was allocated with, and those that
     /// were committed behind them.
     pub fn tokens(&self) -> &[u32] {
-        self.chain.tokens()
+        self.known.tokens()
     }
 
     /// Frees the sequence. Does nothing if that was done before.
@@ -119,31 +88,14 @@ impl<T: Element> PagedKvCacheHandle<T> {
 
     // Growing and shrinking
 
-    pub(crate) fn extend(&mut self, additional: usize) -> Result<Option<BlockCopy>> {
+    pub(crate) fn extend(
+        &mut self,
+        store: &Store<T>,
+        additional: usize,
+    ) -> Result<Option<BlockCopy>> {
         self.sync()?;
-        self.extend_synced(additional)
-    }
-
-    fn extend_synced(&mut self, additional: usize) -> Result<Option<BlockCopy>> {
-        let Self { lease, table, num_tokens, high_water, .. } = self;
-        let entered = lease.enter()?;
-        let (start, len) = (*num_tokens, num_tokens.saturating_add(additional));
-        let needed = BlockTable::blocks_needed_for_length(len, table.block_size);
-        let capacity = table.num_blocks() * table.block_size;
-        let inside = start..len.min(capacity);
-        let num_new = needed.saturating_sub(table.num_blocks());
-        let (new, copies) = lease.grow(None, inside.clone(), num_new, &entered)?;
-        replace(table, &copies)?;
-        table.adopt(&new);
-        if let Ok(rows) = lease.store().rows() {
-            // What was truncated must not come back.
-            for (index, slots) in pieces(start..inside.end.min(*high_water), table.block_size) {
-                rows.zero(table.physical_blocks[index], slots)?;
-            }
-        }
-        table.extend_sequence(additional)?;
-        (*num_tokens, *high_water) = (len, len.max(*high_water));
-        Ok(copies.first().copied())
+        let copies = Self::extend_synced(store, &mut [self], |_| additional)?;
+        Ok(copies.first().map(|&(_, copy)| copy))
     }
 
     pub(crate) fn truncate(&mut self, new_len: usize) -> Result<Option<BlockCopy>> {
@@ -161,10 +113,12 @@ impl<T: Element> PagedKvCacheHandle<T> {
         let cut = new_len < len && !new_len.is_multiple_of(block_size);
         let copy = self.lease.shrink(num_blocks, cut, &entered)?;
         self.table.truncate(new_len)?;
-        replace(&mut self.table, copy.as_slice())?;
+        if let Some(copy) = copy {
+            self.table.adopt_at(copy.block_index, copy.to);
+        }
         self.num_tokens = new_len;
         self.high_water = self.high_water.min(num_blocks * block_size);
-        self.chain.cut(len, new_len);
+        self.known.cut(len, new_len);
         self.num_committed_tokens = self.num_committed_tokens.min(new_len);
         self.num_cached_tokens = self.num_cached_tokens.min(new_len);
         Ok(copy)
@@ -175,18 +129,17 @@ impl<T: Element> PagedKvCacheHandle<T> {
         self.check_table(&entered)?;
         let lease = self.lease.fork(self.table.num_blocks(), request_id, &entered)?;
         let num_tokens = self.readable();
-        let mut chain = self.chain.clone();
-        chain.cut(self.num_tokens, num_tokens);
+        let mut known = self.known.clone();
+        known.cut(self.num_tokens, num_tokens);
         Ok(Self {
             lease,
             table: self.table.clone(),
             edited: self.edited,
             num_tokens,
             high_water: self.high_water,
-            chain,
+            known,
             num_cached_tokens: self.num_cached_tokens.min(num_tokens),
             num_committed_tokens: self.num_committed_tokens.min(num_tokens),
-            prefix_caching: self.prefix_caching,
             last_access: Mutex::new(Instant::now()),
         })
     }
@@ -204,8 +157,10 @@ impl<T: Element> PagedKvCacheHandle<T> {
         let entered = self.lease.enter()?;
         let tokens = self.check_write(layer, position, keys.len(), values.len())?;
         check_numbers(self.lease.store(), &keys, &values)?;
-        let (_, copies) = self.lease.grow(Some(layer), tokens.clone(), 0, &entered)?;
-        replace(&mut self.table, &copies)?;
+        let wanted = self.lease.wants(&self.table.physical_blocks, layer, tokens.clone());
+        for (_, copy) in self.lease.store().prepare(wanted)?.copies {
+            self.table.adopt_at(copy.block_index, copy.to);
+        }
         let rows = self.lease.store().rows()?;
         write_rows(rows, &self.table, layer, tokens, keys, values)?;
         drop(entered);
@@ -240,13 +195,14 @@ impl<T: Element> PagedKvCacheHandle<T> {
         }
         check_numbers(store, &keys, &values)?;
         let entered = parts.iter().map(|(lease, ..)| lease.enter()).collect::<Result<Vec<_>>>()?;
-        let wanted =
-            parts.iter().flat_map(|(lease, _, tokens)| lease.wants(Some(layer), tokens.clone()));
+        let wanted = parts.iter().flat_map(|(lease, table, tokens)| {
+            lease.wants(&table.physical_blocks, layer, tokens.clone())
+        });
         // Both are in the order of the sequences.
-        let mut copies = store.prepare(wanted, None)?.copies.into_iter().peekable();
+        let mut copies = store.prepare(wanted)?.copies.into_iter().peekable();
         for (index, (lease, table, tokens)) in parts.into_iter().enumerate() {
             while let Some((_, copy)) = copies.next_if(|&(id, _)| id == lease.id()) {
-                table.replace_block(copy.block_index, copy.to)?;
+                table.adopt_at(copy.block_index, copy.to);
             }
             let (keys, values) = rows_of(index);
             write_rows(store.rows()?, table, layer, tokens, keys, values)?;
@@ -296,37 +252,10 @@ impl<T: Element> PagedKvCacheHandle<T> {
         self.touch();
     }
 
-    pub(crate) fn commit(&mut self, tokens: &[u32]) -> Result<()> {
+    pub(crate) fn commit(&mut self, store: &Store<T>, tokens: &[u32]) -> Result<()> {
         self.sync()?;
-        let entered = self.lease.enter()?;
-        let (start, len) = (self.num_committed_tokens, self.num_tokens);
-        let end = start.saturating_add(tokens.len());
-        if end > len {
-            return Err(KvError::RangeOutOfBounds { start, end, len });
-        }
-        let known = self.chain.tokens().get(start..).unwrap_or_default();
-        let differs = known.iter().zip(tokens).position(|(known, token)| known != token);
-        if let Some(place) = differs {
-            return Err(KvError::TokenMismatch { token: start + place });
-        }
-        let num_known = self.chain.tokens().len();
-        self.chain.extend(tokens.get(known.len()..).unwrap_or_default());
-        if self.prefix_caching {
-            let (first, last) = (start / self.table.block_size, end / self.table.block_size);
-            match self.lease.commit(first, &self.chain.keys()[first..last], &entered) {
-                Ok(merged) => {
-                    for (index, block) in merged {
-                        self.table.replace_block(index, block)?;
-                    }
-                }
-                Err(error) => {
-                    self.chain.unextend(num_known);
-                    return Err(error);
-                }
-            }
-        }
-        self.num_committed_tokens = end;
-        Ok(())
+        self.check_commit(tokens)?;
+        Self::commit_checked(store, &mut [self], |_| tokens)
     }
 
     pub(crate) fn view(&self, layer: usize, start: usize, end: usize) -> Result<PagedSpan<T>> {
@@ -452,7 +381,8 @@ impl<T: Element> PagedKvCacheHandle<T> {
         let result = if wanted < len {
             self.truncate_synced(wanted).map(|_| ())
         } else {
-            self.extend_synced(wanted - len).map(|_| ())
+            let store = Arc::clone(self.lease.store());
+            Self::extend_synced(&store, &mut [&mut *self], |_| wanted - len).map(|_| ())
         };
         match result {
             Ok(()) => self.edited = false,
@@ -521,10 +451,6 @@ fn check_numbers<T: Element>(
     let shape = store.shape().token_shape();
     keys.check("keys", shape)?;
     values.check("values", shape)
-}
-
-fn replace(table: &mut BlockTable, copies: &[BlockCopy]) -> Result<()> {
-    copies.iter().try_for_each(|copy| table.replace_block(copy.block_index, copy.to).map(|_| ()))
 }
 
 impl<T: Element> KvCacheHandle for PagedKvCacheHandle<T> {

@@ -1,5 +1,8 @@
 //! The front door to blocks: hands out sequences, and finds what they can share.
 
+mod batch;
+mod keyed;
+
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,11 +10,14 @@ use std::sync::Arc;
 use crate::config::BlockShape;
 use crate::dtype::{Element, Transfer};
 use crate::error::{KvError, Result};
-use crate::handle::{PagedKvCacheHandle, PagedSpan};
+use crate::handle::{Known, NewSequence, PagedKvCacheHandle, PagedSpan};
 use crate::hash::{KeyChain, KeyRoot};
 use crate::memory::{Source, Target};
 use crate::prefix::Duplicates;
 use crate::store::{BlockCopy, Inspection, LeakReport, ManagerStats, Store};
+
+pub use batch::BlockTables;
+pub use keyed::KeyedRequest;
 
 /// What a [`KvCacheManager`] is made of.
 ///
@@ -253,10 +259,9 @@ impl<T: Element> KvCacheManager<T> {
         tokens: &[u32],
         options: &RequestOptions<'_>,
     ) -> Result<PagedKvCacheHandle<T>> {
-        let chain = self.chain(tokens, options)?;
         let RequestOptions { lookahead, request_id, .. } = *options;
-        let prefix_caching = self.config.prefix_caching;
-        PagedKvCacheHandle::open(&self.store, chain, lookahead, request_id, prefix_caching)
+        let known = self.known(tokens, options)?;
+        self.open(NewSequence { known, lookahead, request_id })
     }
 
     /// Returns how many of `tokens` would be cached, without any effect.
@@ -268,8 +273,7 @@ impl<T: Element> KvCacheManager<T> {
         if !self.config.prefix_caching {
             return Ok(0);
         }
-        let chain = self.chain(tokens, options)?;
-        Ok(self.store.probe(chain.reusable_keys()) * self.config.block_size)
+        self.probe_keyed(&self.keys(tokens, options)?)
     }
 
     /// Makes room for `additional` tokens at the end, which are zero.
@@ -286,7 +290,7 @@ impl<T: Element> KvCacheManager<T> {
         additional: usize,
     ) -> Result<Option<BlockCopy>> {
         self.check(handle)?;
-        handle.extend(additional)
+        handle.extend(&self.store, additional)
     }
 
     /// Makes `new_len` the length of a sequence, and gives back the blocks that it needs no more, those
@@ -511,7 +515,7 @@ impl<T: Element> KvCacheManager<T> {
     /// a sequence that shares the block has committed it with other tokens.
     pub fn commit(&self, handle: &mut PagedKvCacheHandle<T>, tokens: &[u32]) -> Result<()> {
         self.check(handle)?;
-        handle.commit(tokens)
+        handle.commit(&self.store, tokens)
     }
 
     /// Makes everything that is cached impossible to find.
@@ -572,10 +576,18 @@ impl<T: Element> KvCacheManager<T> {
         Err(KvError::ForeignHandle { cache_id: handle.lease().cache_id() })
     }
 
-    fn chain(&self, tokens: &[u32], options: &RequestOptions<'_>) -> Result<KeyChain> {
-        let mut chain = self.config.chain(options)?;
-        chain.extend(tokens);
-        Ok(chain)
+    fn open(&self, sequence: NewSequence<'_>) -> Result<PagedKvCacheHandle<T>> {
+        let opened = PagedKvCacheHandle::open(&self.store, vec![sequence])?;
+        let none = KvError::Corrupted { what: "sequences opened", recorded: 1, counted: 0 };
+        opened.into_iter().next().ok_or(none)
+    }
+
+    fn known(&self, tokens: &[u32], options: &RequestOptions<'_>) -> Result<Known> {
+        if self.config.prefix_caching {
+            Ok(Known::Chain(self.keys(tokens, options)?))
+        } else {
+            Ok(Known::Tokens(tokens.to_vec()))
+        }
     }
 }
 

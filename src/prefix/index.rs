@@ -47,6 +47,24 @@ impl KeyIndex {
         self.blocks.find(key.leading(), |&block| self.key(block) == key).copied()
     }
 
+    /// A block that has `key` and is `preferred`; another one that has it if there is none.
+    pub(super) fn find_preferred(
+        &self,
+        key: &BlockKey,
+        preferred: impl Fn(BlockId) -> bool,
+    ) -> Option<BlockId> {
+        let mut found = None;
+        for &block in self.blocks.iter_hash(key.leading()) {
+            if self.key(block) == key {
+                if preferred(block) {
+                    return Some(block);
+                }
+                found = found.or(Some(block));
+            }
+        }
+        found
+    }
+
     /// Gives `block` the key if no block has it yet; otherwise says which one does.
     pub(super) fn find_or_insert(&mut self, block: BlockId, key: &BlockKey) -> Option<BlockId> {
         let Self { keys, blocks } = self;

@@ -26,7 +26,8 @@ use index::KeyIndex;
 ///
 /// # Complexity
 ///
-/// O(1) for each block of a call, whatever the size of the pool.
+/// O(1) for each block of a call, whatever the size of the pool. If duplicates are kept, then a
+/// look-up costs O(duplicates of a block).
 ///
 /// # Source
 ///
@@ -74,7 +75,8 @@ pub enum Duplicates {
     /// The sequence gives it back and shares the other one.
     #[default]
     Merge,
-    /// Both stay; either of them can be found.
+    /// Both stay. A look-up finds one that is in use, if there is one, so that those that nobody has
+    /// can be reused.
     Keep,
 }
 
@@ -102,7 +104,11 @@ impl PrefixCache {
     ///
     /// Nothing keeps them as they are: to use them, [`acquire`](Self::acquire) them.
     pub fn match_prefix(&self, keys: &[BlockKey]) -> impl Iterator<Item = BlockId> {
-        keys.iter().map_while(|key| self.index.find(key))
+        let in_use = |block| self.pool.state(block) == Ok(BlockState::InUse);
+        keys.iter().map_while(move |key| match self.duplicates {
+            Duplicates::Merge => self.index.find(key),
+            Duplicates::Keep => self.index.find_preferred(key, in_use),
+        })
     }
 
     /// Returns the key of a block; `None` if it is not committed.
@@ -145,23 +151,60 @@ impl PrefixCache {
         let start = out.len();
         out.extend(self.match_prefix(keys).take(num_blocks));
         let num_hits = out.len() - start;
-        let result = self.hold_and_take(start, num_blocks - num_hits, out);
-        if result.is_err() {
+        let num_new = num_blocks - num_hits;
+        if let Err(error) = self.hold_sparing(&out[start..], num_new) {
             out.truncate(start);
+            return Err(error);
         }
-        result.map(|()| num_hits)
+        self.take(num_new, out)?;
+        Ok(num_hits)
     }
 
-    fn hold_and_take(
+    /// Gets the blocks of several sequences, given the keys and the number of blocks of each; returns
+    /// them, and how many matched, for each.
+    ///
+    /// All that match are held before any new one is taken, so that none of the sequences costs
+    /// another one a hit.
+    pub(crate) fn acquire_many<'a>(
         &mut self,
-        start: usize,
-        num_new: usize,
-        out: &mut Vec<BlockId>,
-    ) -> Result<()> {
-        let hits = &out[start..];
-        let cached = |&&block: &&BlockId| self.pool.state(block) == Ok(BlockState::Cached);
-        self.pool.check_room(num_new, hits.iter().filter(cached).count())?;
-        self.pool.hold(hits)?;
+        sequences: impl Iterator<Item = (&'a [BlockKey], usize)> + Clone,
+    ) -> Result<Vec<(Vec<BlockId>, usize)>> {
+        let (mut hits, mut num_new) = (Vec::new(), 0_usize);
+        let mut acquired = Vec::new();
+        for (keys, num_blocks) in sequences.clone() {
+            let start = hits.len();
+            hits.extend(self.match_prefix(keys).take(num_blocks));
+            let num_hits = hits.len() - start;
+            num_new = num_new.saturating_add(num_blocks - num_hits);
+            acquired.push((Vec::new(), num_hits));
+        }
+        self.hold_sparing(&hits, num_new)?;
+        let mut hits = &*hits;
+        for ((blocks, num_hits), (_, num_blocks)) in acquired.iter_mut().zip(sequences) {
+            let (own, others) = hits.split_at(*num_hits);
+            hits = others;
+            blocks.reserve_exact(num_blocks);
+            blocks.extend_from_slice(own);
+            self.take(num_blocks - *num_hits, blocks)?;
+        }
+        Ok(acquired)
+    }
+
+    /// Adds a holder to each of `hits`, if `num_new` blocks can be taken beside them.
+    fn hold_sparing(&mut self, hits: &[BlockId], num_new: usize) -> Result<()> {
+        let cached = |&block: &BlockId| self.pool.state(block) == Ok(BlockState::Cached);
+        let spared = hits.iter().copied().filter(cached);
+        if self.pool.check_room(num_new, spared.clone().count()).is_err() {
+            // Several sequences may have hit the same block.
+            let mut distinct = spared.collect::<Vec<_>>();
+            distinct.sort_unstable();
+            distinct.dedup();
+            self.pool.check_room(num_new, distinct.len())?;
+        }
+        self.pool.hold(hits)
+    }
+
+    fn take(&mut self, num_new: usize, out: &mut Vec<BlockId>) -> Result<()> {
         let Self { pool, index, num_evictions, .. } = self;
         pool.take(num_new, out, |block| {
             index.remove(block);

@@ -72,7 +72,9 @@ fn to_python(error: &KvError, message: String) -> PyErr {
         | KvError::OutputTooShort { .. }
         | KvError::TooLarge { .. }
         | KvError::AlreadyKeyed { .. }
-        | KvError::CountMismatch { .. } => InvalidInputError::new_err((message,)),
+        | KvError::CountMismatch { .. }
+        | KvError::DuplicateHandle { .. }
+        | KvError::BlockSizeMismatch { .. } => InvalidInputError::new_err((message,)),
         KvError::NotInitialized => NotInitializedError::new_err((message,)),
         KvError::BatchEntry { source, .. } => to_python(source, message),
         KvError::CapacityExceeded { range, capacity } => {

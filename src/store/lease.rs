@@ -3,17 +3,17 @@
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::RwLockReadGuard;
+use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use super::Store;
 use super::report::BlockCopy;
-use super::state::{Fence, cache_id, stale};
+use super::state::{Grant, cache_id, stale};
 use crate::block::pieces;
 use crate::dtype::Element;
-use crate::error::Result;
-use crate::hash::BlockKey;
-use crate::ids::BlockId;
+use crate::error::{KvError, Result};
+use crate::ids::{BlockId, serial_number};
 use crate::memory::{BlockSlots, PinnedBlockRows};
 
 /// The blocks of one sequence, until it is closed or dropped, or freed by its name.
@@ -22,8 +22,49 @@ use crate::memory::{BlockSlots, PinnedBlockRows};
 /// there is the fence.
 pub(crate) struct Lease<T: Element> {
     store: Arc<Store<T>>,
-    id: u64,
     fence: Arc<Fence>,
+}
+
+/// What keeps a sequence from being freed while its blocks are used. See the module above.
+#[derive(Debug)]
+pub(crate) struct Fence {
+    /// The number of the sequence.
+    id: u64,
+    users: RwLock<()>,
+    /// Cleared with `users` held exclusively, before the blocks go back. Who finds it set while it has
+    /// the state can therefore be sure that they have not gone back yet.
+    open: AtomicBool,
+}
+
+/// Proof that the sequence is not freed meanwhile.
+pub(crate) type Entered<'a> = RwLockReadGuard<'a, ()>;
+
+impl Fence {
+    pub(super) fn new() -> Self {
+        Self { id: serial_number(), users: RwLock::new(()), open: AtomicBool::new(true) }
+    }
+
+    pub(super) fn id(&self) -> u64 {
+        self.id
+    }
+
+    pub(super) fn is_open(&self) -> bool {
+        self.open.load(Ordering::Acquire)
+    }
+
+    pub(super) fn check_open(&self) -> Result<()> {
+        if self.is_open() { Ok(()) } else { Err(stale(self.id)) }
+    }
+
+    /// Keeps the sequence from being freed. Not for a thread that has it already.
+    pub(super) fn enter(&self) -> Result<Entered<'_>> {
+        let entered = self.users.read();
+        self.check_open().map(|()| entered)
+    }
+
+    fn wait_until_unused(&self) -> RwLockWriteGuard<'_, ()> {
+        self.users.write()
+    }
 }
 
 /// Slots of one block of a sequence that are about to change.
@@ -31,17 +72,73 @@ pub(crate) struct Lease<T: Element> {
 pub(crate) struct Want {
     pub(crate) id: u64,
     pub(crate) block_index: usize,
+    pub(crate) block: BlockId,
     /// All layers if `None`.
     pub(crate) layer: Option<usize>,
     pub(crate) slots: Range<usize>,
 }
 
-/// Proof that the sequence is not freed meanwhile.
-pub(crate) type Entered<'a> = RwLockReadGuard<'a, bool>;
+/// What it takes to make a sequence longer.
+#[derive(Clone, Debug)]
+pub(crate) struct Growth<'a> {
+    pub(super) fence: &'a Fence,
+    /// All of the sequence.
+    blocks: &'a [BlockId],
+    block_size: usize,
+    /// The new tokens that lie in `blocks`.
+    tokens: Range<usize>,
+    /// Those of them whose slots are not zero.
+    pub(super) dirty: Range<usize>,
+    /// Blocks that it needs besides.
+    pub(crate) num_new: usize,
+}
+
+impl<'a> Growth<'a> {
+    /// Whether bytes change, for which it takes the fence.
+    pub(crate) fn changes_bytes(&self) -> bool {
+        self.num_new > 0 || !self.dirty.is_empty()
+    }
+
+    pub(crate) fn enter(&self) -> Result<Entered<'a>> {
+        self.fence.enter()
+    }
+
+    /// What changes in the blocks that are there.
+    pub(super) fn wants(&self) -> impl Iterator<Item = Want> {
+        wants(self.fence.id, self.blocks, self.block_size, None, self.tokens.clone())
+    }
+
+    /// The slots that are not zero, in the blocks that the sequence has after `grant`.
+    pub(super) fn dirty_slots(
+        &self,
+        grant: &Grant,
+    ) -> impl Iterator<Item = (BlockId, Range<usize>)> {
+        pieces(self.dirty.clone(), self.block_size).map(move |(block_index, slots)| {
+            let is_here = |(id, copy): &&(u64, BlockCopy)| {
+                *id == self.fence.id && copy.block_index == block_index
+            };
+            let copy = grant.copies.iter().find(is_here);
+            (copy.map_or(self.blocks[block_index], |(_, copy)| copy.to), slots)
+        })
+    }
+}
+
+fn wants(
+    id: u64,
+    blocks: &[BlockId],
+    block_size: usize,
+    layer: Option<usize>,
+    tokens: Range<usize>,
+) -> impl Iterator<Item = Want> {
+    pieces(tokens, block_size).map(move |(block_index, slots)| {
+        let block = blocks[block_index];
+        Want { id, block_index, block, layer, slots }
+    })
+}
 
 impl<T: Element> Lease<T> {
-    pub(super) fn new(store: Arc<Store<T>>, id: u64, fence: Arc<Fence>) -> Self {
-        Self { store, id, fence }
+    pub(super) fn new(store: Arc<Store<T>>, fence: Arc<Fence>) -> Self {
+        Self { store, fence }
     }
 
     pub(crate) fn store(&self) -> &Arc<Store<T>> {
@@ -49,64 +146,72 @@ impl<T: Element> Lease<T> {
     }
 
     pub(crate) fn id(&self) -> u64 {
-        self.id
+        self.fence.id
     }
 
     pub(crate) fn cache_id(&self) -> String {
-        cache_id(self.id)
+        cache_id(self.id())
     }
 
     pub(crate) fn is_open(&self) -> bool {
-        *self.fence.read()
+        self.fence.is_open()
+    }
+
+    pub(crate) fn check_open(&self) -> Result<()> {
+        self.fence.check_open()
     }
 
     /// Keeps the sequence from being freed. Not for a thread that has it already.
     pub(crate) fn enter(&self) -> Result<Entered<'_>> {
-        let entered = self.fence.read();
-        if *entered { Ok(entered) } else { Err(stale(self.id)) }
+        self.fence.enter()
     }
 
     /// Gives the blocks back; false if somebody did that before.
     pub(crate) fn close(&self) -> bool {
-        close(&self.store, self.id, &self.fence)
+        close(&self.store, &self.fence)
     }
 
     /// The blocks, as the store knows them.
     pub(crate) fn blocks(&self, _entered: &Entered<'_>) -> Result<Vec<BlockId>> {
-        Ok(self.store.state.lock().all_blocks(self.id)?.to_vec())
+        Ok(self.store.state.lock().all_blocks(self.id())?.to_vec())
     }
 
     /// Whether the first blocks are these.
     pub(crate) fn begins_with(&self, blocks: &[BlockId], _entered: &Entered<'_>) -> Result<bool> {
-        Ok(self.store.state.lock().all_blocks(self.id)?.starts_with(blocks))
+        Ok(self.store.state.lock().all_blocks(self.id())?.starts_with(blocks))
     }
 
-    /// What it takes to change `tokens` in one layer, or in all.
+    /// What it takes to change `tokens` in one layer, of a sequence that has these `blocks`.
     pub(crate) fn wants(
         &self,
-        layer: Option<usize>,
+        blocks: &[BlockId],
+        layer: usize,
         tokens: Range<usize>,
     ) -> impl Iterator<Item = Want> {
-        let id = self.id;
-        pieces(tokens, self.store.shape.block_size).map(move |(block_index, slots)| Want {
-            id,
-            block_index,
-            layer,
-            slots,
-        })
+        wants(self.id(), blocks, self.store.shape.block_size, Some(layer), tokens)
     }
 
-    /// Gets the sequence `num_new` blocks more, and blocks of its own where `tokens` are to change.
-    pub(crate) fn grow(
-        &self,
-        layer: Option<usize>,
+    /// What it takes to have room for `tokens` more, of a sequence that has these `blocks`, and whose
+    /// slots are zero from `high_water` on.
+    pub(crate) fn growth<'a>(
+        &'a self,
+        blocks: &'a [BlockId],
         tokens: Range<usize>,
-        num_new: usize,
-        _entered: &Entered<'_>,
-    ) -> Result<(Vec<BlockId>, Vec<BlockCopy>)> {
-        let wanted = self.wants(layer, tokens);
-        let grant = self.store.prepare(wanted, Some((self.id, num_new)))?;
-        Ok((grant.new, grant.copies.into_iter().map(|(_, copy)| copy).collect()))
+        high_water: usize,
+    ) -> Growth<'a> {
+        let block_size = self.store.shape.block_size;
+        let Range { start, end } = tokens;
+        let capacity = blocks.len() * block_size;
+        let inside = start..end.min(capacity);
+        let dirty_end = if self.store.rows.is_some() { high_water } else { 0 };
+        Growth {
+            fence: &self.fence,
+            blocks,
+            block_size,
+            dirty: start..inside.end.min(dirty_end),
+            tokens: inside,
+            num_new: end.saturating_sub(capacity).div_ceil(block_size),
+        }
     }
 
     /// Gives back all blocks but the first `num_blocks`; `cut` says that a part of the last one's
@@ -117,19 +222,9 @@ impl<T: Element> Lease<T> {
         cut: bool,
         _entered: &Entered<'_>,
     ) -> Result<Option<BlockCopy>> {
-        let grant = self.store.state.lock().shrink(self.id, num_blocks, cut)?;
-        let grant = self.store.complete(grant)?;
+        let grant = self.store.state.lock().shrink(self.id(), num_blocks, cut)?;
+        self.store.complete(&grant)?;
         Ok(grant.copies.first().map(|&(_, copy)| copy))
-    }
-
-    /// Commits the blocks from `first` on; returns which were merged with which.
-    pub(crate) fn commit(
-        &self,
-        first: usize,
-        keys: &[BlockKey],
-        _entered: &Entered<'_>,
-    ) -> Result<Vec<(usize, BlockId)>> {
-        self.store.state.lock().commit(self.id, first, keys)
     }
 
     /// A lease of its own on the first `num_blocks` blocks, of which there are as many.
@@ -139,8 +234,8 @@ impl<T: Element> Lease<T> {
         request_id: Option<&str>,
         _entered: &Entered<'_>,
     ) -> Result<Self> {
-        let (id, fence) = self.store.state.lock().fork(self.id, num_blocks, request_id)?;
-        Ok(Self::new(Arc::clone(&self.store), id, fence))
+        let fence = self.store.state.lock().fork(self.id(), num_blocks, request_id)?;
+        Ok(Self::new(Arc::clone(&self.store), fence))
     }
 
     /// Pins `tokens` of one layer.
@@ -153,7 +248,7 @@ impl<T: Element> Lease<T> {
         let rows = self.store.rows()?;
         let pieces = pieces(tokens, self.store.shape.block_size);
         let indices = pieces.clone().map(|(index, _)| index);
-        let blocks = self.store.state.lock().pin(self.id, indices)?;
+        let blocks = self.store.state.lock().pin(self.id(), indices)?;
         // From here on the pins in the pool are given back whatever happens.
         let mut pinned = PinnedBlocks { store: Arc::clone(&self.store), rows: Vec::new(), blocks };
         for (&block, (_, slots)) in pinned.blocks.iter().zip(pieces) {
@@ -164,14 +259,34 @@ impl<T: Element> Lease<T> {
 }
 
 /// Gives the blocks of a sequence back, once nobody uses them; false if that was done before.
-pub(super) fn close<T: Element>(store: &Store<T>, id: u64, fence: &Fence) -> bool {
-    let mut open = fence.write();
-    if !std::mem::replace(&mut *open, false) {
+pub(super) fn close<T: Element>(store: &Store<T>, fence: &Fence) -> bool {
+    let _alone = fence.wait_until_unused();
+    if !fence.open.swap(false, Ordering::AcqRel) {
         return false;
     }
-    let closed = store.state.lock().close(id);
+    let closed = store.state.lock().close(fence.id);
     debug_assert!(closed.is_ok(), "a sequence holds its blocks: {closed:?}");
     true
+}
+
+/// Gives the blocks of many sequences back, one after the other, once nobody uses any of them; or none.
+pub(crate) fn close_many<T: Element>(store: &Store<T>, leases: &[&Lease<T>]) -> Result<()> {
+    // In the order of their numbers, whoever else does this.
+    let mut ordered = leases.to_vec();
+    ordered.sort_unstable_by_key(|lease| lease.id());
+    if let Some([lease, _]) = ordered.array_windows().find(|[left, right]| left.id() == right.id())
+    {
+        return Err(KvError::DuplicateHandle { cache_id: lease.cache_id() });
+    }
+    let _alone = ordered.iter().map(|lease| lease.fence.wait_until_unused()).collect::<Vec<_>>();
+    leases.iter().try_for_each(|lease| lease.check_open())?;
+    let mut state = store.state.lock();
+    for lease in leases {
+        lease.fence.open.store(false, Ordering::Release);
+        let closed = state.close(lease.id());
+        debug_assert!(closed.is_ok(), "a sequence holds its blocks: {closed:?}");
+    }
+    Ok(())
 }
 
 /// Gives the blocks back, unless that was done before.
@@ -183,7 +298,7 @@ impl<T: Element> Drop for Lease<T> {
 
 impl<T: Element> fmt::Debug for Lease<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Lease").field("id", &self.id).finish_non_exhaustive()
+        f.debug_struct("Lease").field("id", &self.id()).finish_non_exhaustive()
     }
 }
 

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-pub(crate) use lease::{Entered, Lease, PinnedBlocks, Want};
+pub(crate) use lease::{Entered, Growth, Lease, PinnedBlocks, Want, close_many};
 pub use report::{BlockCopy, BlockPicture, Inspection, LeakReport, ManagerStats, SequenceReport};
 
 use crate::config::{BlockGeometry, BlockShape};
@@ -27,7 +27,8 @@ use crate::hash::BlockKey;
 use crate::ids::BlockId;
 use crate::memory::BlockRows;
 use crate::prefix::{Duplicates, PrefixCache};
-use state::{Fence, Grant, State};
+use lease::Fence;
+use state::{Grant, Opened, State};
 
 /// Blocks that sequences share.
 #[derive(Debug)]
@@ -47,6 +48,15 @@ pub(crate) struct Opening<'a> {
     /// Tokens that were asked for, for the statistics.
     pub(crate) num_tokens: usize,
     pub(crate) request_id: Option<&'a str>,
+}
+
+/// Blocks of a sequence that are to be found from now on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Commit<'a> {
+    pub(crate) id: u64,
+    /// Index of the first.
+    pub(crate) first: usize,
+    pub(crate) keys: &'a [BlockKey],
 }
 
 impl<T: Element> Store<T> {
@@ -85,30 +95,32 @@ impl<T: Element> Store<T> {
         self.rows.as_ref().ok_or(KvError::NoStorage)
     }
 
-    /// Opens a sequence on the blocks that match and on new ones, which are zero; returns its blocks
-    /// and how many matched.
+    /// Opens sequences, each on the blocks that match and on new ones, which are zero.
     pub(crate) fn open(
         self: &Arc<Self>,
-        opening: &Opening<'_>,
-    ) -> Result<(Lease<T>, Vec<BlockId>, usize)> {
-        let fence = Arc::new(Fence::new(true));
-        // Before anybody can find the sequence by its name: until the blocks are zero, they can not be
+        openings: &[Opening<'_>],
+    ) -> Result<Vec<(Lease<T>, Opened)>> {
+        let fences = openings.iter().map(|_| Arc::new(Fence::new())).collect::<Vec<_>>();
+        // Before anybody can find a sequence by its name: until the blocks are zero, they can not be
         // freed and go to another one.
-        let entered = fence.read();
-        let opened = self.state.lock().open(opening, self.shape.block_size, &fence)?;
-        let zeroed = self.zero(&opened.dirty);
+        let entered = fences.iter().map(|fence| fence.enter()).collect::<Result<Vec<_>>>()?;
+        let opened = self.state.lock().open(openings, self.shape.block_size, &fences)?;
+        let zeroed = opened.iter().try_for_each(|opened| self.zero(&opened.dirty));
         drop(entered);
-        let lease = Lease::new(Arc::clone(self), opened.id, fence);
-        zeroed?;
-        Ok((lease, opened.blocks, opened.num_hits))
+        let leases = opened
+            .into_iter()
+            .zip(fences)
+            .map(|(opened, fence)| (Lease::new(Arc::clone(self), fence), opened));
+        let leases = leases.collect();
+        zeroed.map(|()| leases)
     }
 
     /// Gives back the blocks of the sequence with this name, whoever has its handle.
     pub(crate) fn free_request(&self, request_id: &str) -> Result<()> {
         let unknown = || KvError::UnknownRequest { request_id: request_id.to_owned() };
         let found = self.state.lock().find_request(request_id);
-        let (id, fence) = found.ok_or_else(unknown)?;
-        if lease::close(self, id, &fence) { Ok(()) } else { Err(unknown()) }
+        let fence = found.ok_or_else(unknown)?;
+        if lease::close(self, &fence) { Ok(()) } else { Err(unknown()) }
     }
 
     /// How many blocks match, without any effect on them.
@@ -149,30 +161,61 @@ impl<T: Element> Store<T> {
     }
 
     /// Gives the sequence of each `wanted` block one that it alone has, or has it forget the key of
-    /// the one it has, because some of its slots are about to change; and one sequence some new
-    /// blocks. The fences of all of them are held.
-    pub(crate) fn prepare(
+    /// the one it has, because some of its slots are about to change. The fences of all of them are
+    /// held.
+    pub(crate) fn prepare(&self, wanted: impl Iterator<Item = Want>) -> Result<Grant> {
+        let grant = self.state.lock().prepare(wanted, |block, want| self.is_pinned(block, want))?;
+        self.complete(&grant)?;
+        Ok(grant)
+    }
+
+    /// Makes sequences longer, all of them or none; the slots of their new tokens are zero.
+    ///
+    /// The fences are held of those that [change bytes](Growth::changes_bytes); or of all if
+    /// `may_copy`. Without that it is `None`, and nothing has changed, if a block must be copied.
+    #[inline]
+    pub(crate) fn grow<'a>(
         &self,
-        wanted: impl Iterator<Item = Want>,
-        grow: Option<(u64, usize)>,
-    ) -> Result<Grant> {
-        let is_pinned = |block, want: &Want| {
-            self.rows.as_ref().is_some_and(|rows| rows.is_pinned(block, want.layer, &want.slots))
-        };
-        let grant = self.state.lock().prepare(wanted, grow, is_pinned)?;
-        self.complete(grant)
+        growths: impl Iterator<Item = Growth<'a>> + Clone,
+        may_copy: bool,
+    ) -> Result<Option<Grant>> {
+        let is_pinned = |block, want: &Want| self.is_pinned(block, want);
+        let grant = self.state.lock().grow(growths.clone(), may_copy, is_pinned)?;
+        if let Some(grant) = &grant {
+            self.complete(grant)?;
+            if let Some(rows) = &self.rows {
+                // What was truncated must not come back.
+                let dirty = growths.filter(|growth| !growth.dirty.is_empty());
+                for growth in dirty {
+                    growth
+                        .dirty_slots(grant)
+                        .try_for_each(|(block, slots)| rows.zero(block, slots))?;
+                }
+            }
+        }
+        Ok(grant)
+    }
+
+    fn is_pinned(&self, block: BlockId, want: &Want) -> bool {
+        self.rows.as_ref().is_some_and(|rows| rows.is_pinned(block, want.layer, &want.slots))
     }
 
     /// Puts the bytes that belong there into blocks that were just taken.
-    fn complete(&self, grant: Grant) -> Result<Grant> {
+    fn complete(&self, grant: &Grant) -> Result<()> {
         if let Some(rows) = &self.rows {
             grant.copies.iter().try_for_each(|(_, copy)| rows.copy(copy.from, copy.to))?;
         }
         self.zero(&grant.dirty)?;
         if !grant.copies.is_empty() {
             // Only now, so that nobody got the originals while they were copied.
-            self.state.lock().release_originals(&grant)?;
+            self.state.lock().release_originals(grant)?;
         }
-        Ok(grant)
+        Ok(())
+    }
+
+    /// Has blocks be found, all of them or none; returns those that were merged with others: the place
+    /// of the commit, the index of the block, and the other block. The fences are held.
+    pub(crate) fn commit(&self, commits: &[Commit<'_>]) -> Result<Vec<(usize, usize, BlockId)>> {
+        self.state.lock().commit(commits)
     }
 }

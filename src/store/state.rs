@@ -1,23 +1,17 @@
 //! All bookkeeping, as a plain structure: what happens in one critical section is one method here.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-use parking_lot::RwLock;
-
-use super::Opening;
-use super::lease::Want;
+use super::lease::{Fence, Growth, Want};
 use super::report::{
     BlockCopy, BlockPicture, Inspection, LeakReport, ManagerStats, SequenceReport,
 };
+use super::{Commit, Opening};
 use crate::error::{KvError, Result};
-use crate::hash::BlockKey;
-use crate::ids::{BlockId, lengthen, serial_number};
+use crate::ids::{BlockId, lengthen};
 use crate::prefix::PrefixCache;
-
-/// Says whether the lease is open. See the module above.
-pub(super) type Fence = RwLock<bool>;
 
 /// Who has what.
 ///
@@ -53,23 +47,41 @@ struct Counters {
 
 /// A sequence that was just opened.
 #[derive(Debug)]
-pub(super) struct Opened {
-    pub(super) id: u64,
-    pub(super) blocks: Vec<BlockId>,
-    pub(super) num_hits: usize,
+pub(crate) struct Opened {
+    pub(crate) blocks: Vec<BlockId>,
+    /// How many of the first of them matched.
+    pub(crate) num_hits: usize,
     /// New blocks that are not zero.
     pub(super) dirty: Vec<BlockId>,
 }
 
-/// Blocks that a sequence was just given.
+/// Blocks that sequences were just given, in the order of the sequences.
 #[derive(Debug, Default)]
 pub(crate) struct Grant {
-    /// New ones, at its end.
+    /// New ones, at their ends.
     pub(crate) new: Vec<BlockId>,
     /// New ones in the place of others, whose content they get, and the sequence of each.
     pub(crate) copies: Vec<(u64, BlockCopy)>,
     /// New blocks that are not zero.
     pub(super) dirty: Vec<BlockId>,
+}
+
+/// What sequences need before they can change the content of their blocks.
+#[derive(Debug, Default)]
+struct Plan {
+    needs: Vec<Need>,
+    /// How many of the sequences that have a block leave it to the others; the last one keeps it.
+    leaving: BTreeMap<BlockId, usize>,
+    /// Blocks that can be found, and may not be any more.
+    renamed: Vec<BlockId>,
+}
+
+#[derive(Debug)]
+enum Need {
+    /// A block in the place of one that others need as it is.
+    Copy { id: u64, block_index: usize, from: BlockId },
+    /// Blocks at the end.
+    New { id: u64, num_blocks: usize },
 }
 
 /// The name of the handle of a sequence.
@@ -83,32 +95,48 @@ impl State {
         Self { cache, sequences, requests, counters }
     }
 
+    /// Opens sequences, all of them or none.
     pub(super) fn open(
         &mut self,
-        opening: &Opening<'_>,
+        openings: &[Opening<'_>],
         block_size: usize,
-        fence: &Arc<Fence>,
-    ) -> Result<Opened> {
-        let opened = self.try_open(opening, fence);
+        fences: &[Arc<Fence>],
+    ) -> Result<Vec<Opened>> {
+        let opened = self.try_open(openings, fences);
         match &opened {
             Ok(opened) => {
-                let hit_tokens = opened.num_hits.saturating_mul(block_size);
-                self.counters.num_allocations += 1;
-                self.counters.query_tokens += lengthen(opening.num_tokens);
-                self.counters.hit_tokens += lengthen(hit_tokens);
+                for (opening, opened) in openings.iter().zip(opened) {
+                    let hit_tokens = opened.num_hits.saturating_mul(block_size);
+                    self.counters.num_allocations += 1;
+                    self.counters.query_tokens += lengthen(opening.num_tokens);
+                    self.counters.hit_tokens += lengthen(hit_tokens);
+                }
             }
-            Err(_) => self.counters.num_failures += 1,
+            Err(_) => self.counters.num_failures += lengthen(openings.len()),
         }
         opened
     }
 
-    fn try_open(&mut self, opening: &Opening<'_>, fence: &Arc<Fence>) -> Result<Opened> {
-        self.check_request_id(opening.request_id)?;
-        let mut blocks = Vec::new();
-        let num_hits = self.cache.acquire(opening.keys, opening.num_blocks, &mut blocks)?;
-        let dirty = self.take_dirty(&blocks[num_hits..])?;
-        let id = self.register(opening.request_id, blocks.clone(), fence);
-        Ok(Opened { id, blocks, num_hits, dirty })
+    fn try_open(&mut self, openings: &[Opening<'_>], fences: &[Arc<Fence>]) -> Result<Vec<Opened>> {
+        let mut names = BTreeSet::new();
+        for name in openings.iter().filter_map(|opening| opening.request_id) {
+            if !names.insert(name) {
+                return Err(KvError::RequestExists { request_id: name.to_owned() });
+            }
+            self.check_request_id(Some(name))?;
+        }
+        let asked = openings.iter().map(|opening| (opening.keys, opening.num_blocks));
+        let acquired = self.cache.acquire_many(asked)?;
+        let mut opened = Vec::with_capacity(acquired.len());
+        for ((blocks, num_hits), (opening, fence)) in
+            acquired.into_iter().zip(openings.iter().zip(fences))
+        {
+            let mut dirty = Vec::new();
+            self.take_dirty(&blocks[num_hits..], &mut dirty)?;
+            self.register(opening.request_id, blocks.clone(), fence);
+            opened.push(Opened { blocks, num_hits, dirty });
+        }
+        Ok(opened)
     }
 
     /// Opens a sequence on the blocks that another one has.
@@ -117,12 +145,13 @@ impl State {
         id: u64,
         num_blocks: usize,
         request_id: Option<&str>,
-    ) -> Result<(u64, Arc<Fence>)> {
+    ) -> Result<Arc<Fence>> {
         self.check_request_id(request_id)?;
         let blocks = self.sequence(id)?.blocks[..num_blocks].to_vec();
         self.cache.hold(&blocks)?;
-        let fence = Arc::new(Fence::new(true));
-        Ok((self.register(request_id, blocks, &fence), fence))
+        let fence = Arc::new(Fence::new());
+        self.register(request_id, blocks, &fence);
+        Ok(fence)
     }
 
     fn check_request_id(&self, request_id: Option<&str>) -> Result<()> {
@@ -132,25 +161,19 @@ impl State {
         }
     }
 
-    fn register(
-        &mut self,
-        request_id: Option<&str>,
-        blocks: Vec<BlockId>,
-        fence: &Arc<Fence>,
-    ) -> u64 {
-        let id = serial_number();
+    fn register(&mut self, request_id: Option<&str>, blocks: Vec<BlockId>, fence: &Arc<Fence>) {
+        let id = fence.id();
         if let Some(request_id) = request_id {
             self.requests.insert(request_id.to_owned(), id);
         }
         let (request_id, originals) = (request_id.map(str::to_owned), Vec::new());
         let sequence = Sequence { request_id, blocks, originals, fence: Arc::clone(fence) };
         self.sequences.insert(id, sequence);
-        id
     }
 
-    pub(super) fn find_request(&self, request_id: &str) -> Option<(u64, Arc<Fence>)> {
-        let id = *self.requests.get(request_id)?;
-        Some((id, Arc::clone(&self.sequences.get(&id)?.fence)))
+    pub(super) fn find_request(&self, request_id: &str) -> Option<Arc<Fence>> {
+        let id = self.requests.get(request_id)?;
+        Some(Arc::clone(&self.sequences.get(id)?.fence))
     }
 
     /// Takes back everything that the sequence holds.
@@ -167,59 +190,115 @@ impl State {
     pub(super) fn prepare(
         &mut self,
         wanted: impl Iterator<Item = Want>,
-        grow: Option<(u64, usize)>,
         is_pinned: impl Fn(BlockId, &Want) -> bool,
     ) -> Result<Grant> {
-        let (mut replaced, mut renamed) = (Vec::new(), Vec::new());
-        // How many of the sequences that have a block leave it to the others; the last one keeps it.
-        let mut leaving = BTreeMap::new();
+        let mut plan = Plan::default();
         for want in wanted {
-            let block = self.block(want.id, want.block_index)?;
-            let others = self.cache.pool().reference_count(block)?.saturating_sub(1);
-            let is_shared = others > 0 && others > *leaving.get(&block).unwrap_or(&0);
-            if is_shared || is_pinned(block, &want) {
-                replaced.push((want.id, want.block_index, block));
-                if others > 0 {
-                    *leaving.entry(block).or_insert(0) += 1;
-                }
-            } else if self.cache.key(block)?.is_some() {
-                renamed.push(block);
+            self.plan(&mut plan, &want, &is_pinned)?;
+        }
+        self.carry_out(plan)
+    }
+
+    /// Decides first, then takes everything or nothing; see [`Store::grow`](super::Store). `None` if
+    /// blocks must be copied, and `may_copy` is false.
+    pub(super) fn grow<'a>(
+        &mut self,
+        growths: impl Iterator<Item = Growth<'a>>,
+        may_copy: bool,
+        is_pinned: impl Fn(BlockId, &Want) -> bool,
+    ) -> Result<Option<Grant>> {
+        let mut plan = Plan::default();
+        for growth in growths {
+            growth.fence.check_open()?;
+            for want in growth.wants() {
+                self.plan(&mut plan, &want, &is_pinned)?;
+            }
+            if growth.num_new > 0 {
+                let (id, num_blocks) = (growth.fence.id(), growth.num_new);
+                plan.needs.push(Need::New { id, num_blocks });
             }
         }
-        let num_new = grow.map_or(0, |(_, num_new)| num_new);
-        if replaced.is_empty() && renamed.is_empty() && num_new == 0 {
-            return Ok(Grant::default());
+        if !may_copy && plan.needs.iter().any(|need| matches!(need, Need::Copy { .. })) {
+            return Ok(None);
         }
-        let mut new = Vec::new();
-        self.cache.acquire(&[], replaced.len().saturating_add(num_new), &mut new)?;
-        let grown = new.split_off(replaced.len());
-        let dirty = self.take_dirty(&grown)?;
+        self.carry_out(plan).map(Some)
+    }
+
+    /// Finds out what must be done before some slots of a block change.
+    #[inline]
+    fn plan(
+        &self,
+        plan: &mut Plan,
+        want: &Want,
+        is_pinned: impl Fn(BlockId, &Want) -> bool,
+    ) -> Result<()> {
+        if self.cache.pool().is_private(want.block) {
+            return Ok(());
+        }
+        let Want { id, block_index, .. } = *want;
+        let block = self.block(id, block_index)?;
+        let num_leaving = plan.leaving.get(&block).unwrap_or(&0);
+        if self.cache.pool().reference_count(block)? > 1 + num_leaving || is_pinned(block, want) {
+            plan.needs.push(Need::Copy { id, block_index, from: block });
+            *plan.leaving.entry(block).or_insert(0) += 1;
+        } else if self.cache.key(block)?.is_some() {
+            plan.renamed.push(block);
+        }
+        Ok(())
+    }
+
+    /// Takes the blocks for all needs, in their order, or none.
+    fn carry_out(&mut self, plan: Plan) -> Result<Grant> {
+        let Plan { needs, renamed, .. } = plan;
+        let mut grant = Grant::default();
+        if !needs.is_empty() {
+            let num_blocks = |need: &Need| match need {
+                Need::Copy { .. } => 1,
+                Need::New { num_blocks, .. } => *num_blocks,
+            };
+            let needed = needs.iter().map(num_blocks).fold(0, usize::saturating_add);
+            let mut taken = Vec::new();
+            self.cache.acquire(&[], needed, &mut taken)?;
+            let mut taken = &*taken;
+            for need in needs {
+                let (own, others) = taken.split_at(num_blocks(&need));
+                taken = others;
+                match need {
+                    Need::Copy { id, block_index, from } => {
+                        let copies = own.iter().map(|&to| BlockCopy { block_index, from, to });
+                        self.replace(id, copies, &mut grant)?;
+                    }
+                    Need::New { id, .. } => {
+                        self.take_dirty(own, &mut grant.dirty)?;
+                        grant.new.extend_from_slice(own);
+                        self.sequence_mut(id)?.blocks.extend_from_slice(own);
+                    }
+                }
+            }
+        }
         for block in renamed {
             self.cache.forget(block)?;
         }
-        if let Some((id, _)) = grow {
-            self.sequence_mut(id)?.blocks.extend_from_slice(&grown);
-        }
-        let copies = self.replace(replaced.into_iter().zip(new))?;
-        Ok(Grant { new: grown, copies, dirty })
+        Ok(grant)
     }
 
     /// Puts new blocks in the place of others, which stay held until they are copied.
     fn replace(
         &mut self,
-        replaced: impl Iterator<Item = ((u64, usize, BlockId), BlockId)>,
-    ) -> Result<Vec<(u64, BlockCopy)>> {
-        let mut copies = Vec::new();
-        for ((id, block_index, from), to) in replaced {
+        id: u64,
+        copies: impl Iterator<Item = BlockCopy>,
+        grant: &mut Grant,
+    ) -> Result<()> {
+        for copy in copies {
             // The copy overwrites all of it.
-            self.cache.clear_dirty(to)?;
+            self.cache.clear_dirty(copy.to)?;
             let sequence = self.sequence_mut(id)?;
-            sequence.blocks[block_index] = to;
-            sequence.originals.push(from);
-            copies.push((id, BlockCopy { block_index, from, to }));
+            sequence.blocks[copy.block_index] = copy.to;
+            sequence.originals.push(copy.from);
+            grant.copies.push((id, copy));
+            self.counters.num_copies += 1;
         }
-        self.counters.num_copies += lengthen(copies.len());
-        Ok(copies)
+        Ok(())
     }
 
     pub(super) fn release_originals(&mut self, grant: &Grant) -> Result<()> {
@@ -240,7 +319,7 @@ impl State {
         let (mut replaced, mut renamed) = (None, None);
         if let Some(last) = last.filter(|&last| pool.is_kept(last) == Ok(true)) {
             if pool.reference_count(last)? > 1 {
-                replaced = Some((id, num_blocks - 1, last));
+                replaced = Some(last);
                 let comes_free = |&block: &BlockId| {
                     pool.reference_count(block) == Ok(1) && pool.pin_count(block) == Ok(0)
                 };
@@ -256,35 +335,54 @@ impl State {
         if let Some(block) = renamed {
             self.cache.forget(block)?;
         }
-        let mut new = Vec::new();
+        let (mut new, mut grant) = (Vec::new(), Grant::default());
         self.cache.acquire(&[], usize::from(replaced.is_some()), &mut new)?;
-        let copies = self.replace(replaced.into_iter().zip(new))?;
-        Ok(Grant { copies, ..Grant::default() })
+        let copies = replaced.into_iter().zip(new);
+        let block_index = num_blocks.saturating_sub(1);
+        let copies = copies.map(|(from, to)| BlockCopy { block_index, from, to });
+        self.replace(id, copies, &mut grant)?;
+        Ok(grant)
     }
 
-    /// Commits the blocks from `first` on under `keys`; returns those that were merged with others.
+    /// Commits blocks of sequences, all of them or none; returns those that were merged with others:
+    /// the place of the commit, the block's index, and the other block.
     pub(super) fn commit(
         &mut self,
-        id: u64,
-        first: usize,
-        keys: &[BlockKey],
-    ) -> Result<Vec<(usize, BlockId)>> {
-        let blocks = self.blocks(id, first..first.saturating_add(keys.len()))?.to_vec();
-        for (&block, key) in blocks.iter().zip(keys) {
-            if self.cache.key(block)?.is_some_and(|own| own != key) {
-                let (state, wanted) = ("committed under another key", "uncommitted");
-                return Err(KvError::WrongBlockState { block: block.get(), state, wanted });
-            }
-        }
+        commits: &[Commit<'_>],
+    ) -> Result<Vec<(usize, usize, BlockId)>> {
+        self.check_commits(commits)?;
         let mut merged = Vec::new();
-        for ((index, block), key) in (first..).zip(blocks).zip(keys) {
-            let other = self.cache.commit(block, key)?;
-            if other != block {
-                self.sequence_mut(id)?.blocks[index] = other;
-                merged.push((index, other));
+        for (place, commit) in commits.iter().enumerate() {
+            for (index, key) in (commit.first..).zip(commit.keys) {
+                let block = self.block(commit.id, index)?;
+                let other = self.cache.commit(block, key)?;
+                if other != block {
+                    self.sequence_mut(commit.id)?.blocks[index] = other;
+                    merged.push((place, index, other));
+                }
             }
         }
         Ok(merged)
+    }
+
+    /// No block may get a key if it has another one, or gets another one from a sequence that shares
+    /// it.
+    fn check_commits(&self, commits: &[Commit<'_>]) -> Result<()> {
+        let mut shared = BTreeMap::new();
+        for &Commit { id, first, keys } in commits {
+            let blocks = self.blocks(id, first..first.saturating_add(keys.len()))?;
+            for (&block, key) in blocks.iter().zip(keys) {
+                let mut own = self.cache.key(block)?;
+                if own.is_none() && commits.len() > 1 && !self.cache.pool().is_private(block) {
+                    own = shared.insert(block, key);
+                }
+                if own.is_some_and(|own| own != key) {
+                    let (state, wanted) = ("committed under another key", "uncommitted");
+                    return Err(KvError::WrongBlockState { block: block.get(), state, wanted });
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Pins blocks of a sequence, each as often as it is given; returns which they are.
@@ -336,14 +434,14 @@ impl State {
         self.sequences.get_mut(&id).ok_or_else(|| stale(id))
     }
 
-    fn take_dirty(&mut self, new: &[BlockId]) -> Result<Vec<BlockId>> {
-        let mut dirty = Vec::new();
+    /// Notes those of `new` that are not zero.
+    fn take_dirty(&mut self, new: &[BlockId], dirty: &mut Vec<BlockId>) -> Result<()> {
         for &block in new {
             if self.cache.clear_dirty(block)? {
                 dirty.push(block);
             }
         }
-        Ok(dirty)
+        Ok(())
     }
 
     pub(super) fn stats(&self) -> ManagerStats {

@@ -1,0 +1,187 @@
+//! Calls for many sequences: one step, and all of it or nothing.
+
+use std::ops::{Deref, DerefMut, Range};
+
+use super::{KeyedRequest, KvCacheManager, RequestOptions};
+use crate::block::BlockTable;
+use crate::dtype::Element;
+use crate::error::Result;
+use crate::handle::{KvCacheHandle, NewSequence, PagedKvCacheHandle, check_count, in_batch};
+use crate::store::BlockCopy;
+
+/// The block tables of many sequences, as kernels want them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockTables {
+    /// Block ids, `[sequences, width]` in C order; 0, the null block, where a sequence has no more.
+    pub blocks: Vec<u32>,
+    /// Blocks of the sequence that has most.
+    pub width: usize,
+}
+
+/// # Many sequences in one call
+///
+/// A call does what the calls for one sequence would do one after the other, in one step that nobody
+/// sees half of; if one of them would fail then nothing happens at all. An error about one sequence
+/// that does not say itself about which one is a [`BatchEntry`](crate::KvError::BatchEntry).
+///
+/// Handles can be given as `&mut` references, or as guards of locks around them.
+impl<T: Element> KvCacheManager<T> {
+    /// Starts many sequences; see [`allocate`](Self::allocate).
+    ///
+    /// What is cached of any of them is held before the new blocks of all are taken. So they get all of
+    /// what [`probe`](Self::probe) said before, which those that are started one after the other can
+    /// lose to each other.
+    ///
+    /// # Errors
+    ///
+    /// [`KvError::OutOfBlocks`](crate::KvError::OutOfBlocks) if there are too few for all; [`KvError::RequestExists`](crate::KvError::RequestExists) if a name is
+    /// taken, or there twice; [`KvError::TooLarge`](crate::KvError::TooLarge) as in [`allocate`](Self::allocate).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use kvspan::{KvCacheManager, KvCacheManagerConfig, RequestOptions};
+    ///
+    /// let manager = KvCacheManager::new(KvCacheManagerConfig::default())?;
+    /// let options = RequestOptions::default();
+    /// let mut handles = manager.allocate_many(&[(&[1; 20], options), (&[2; 3], options)])?;
+    ///
+    /// let mut batch = handles.iter_mut().collect::<Vec<_>>();
+    /// manager.extend_many(&mut batch, &[1, 1])?;
+    /// assert_eq!(manager.slot_mappings(&batch, &[20..21, 3..4])?, [2 * 16 + 4, 3 * 16 + 3]);
+    /// assert_eq!(manager.block_tables(&batch)?.blocks, [1, 2, 3, 0]);
+    /// # Ok::<(), kvspan::KvError>(())
+    /// ```
+    pub fn allocate_many(
+        &self,
+        requests: &[(&[u32], RequestOptions<'_>)],
+    ) -> Result<Vec<PagedKvCacheHandle<T>>> {
+        let sequence = |(index, (tokens, options)): (usize, &(&[u32], RequestOptions<'_>))| {
+            let known = self.known(tokens, options).map_err(|error| in_batch(index, error))?;
+            let RequestOptions { lookahead, .. } = *options;
+            Ok((known, lookahead))
+        };
+        let known = requests.iter().enumerate().map(sequence).collect::<Result<Vec<_>>>()?;
+        let sequences =
+            known.into_iter().zip(requests).map(|((known, lookahead), (_, options))| NewSequence {
+                known,
+                lookahead,
+                request_id: options.request_id,
+            });
+        PagedKvCacheHandle::open(&self.store, sequences.collect())
+    }
+
+    /// Starts many sequences whose keys are known; see [`allocate_keyed`](Self::allocate_keyed).
+    ///
+    /// # Errors
+    ///
+    /// Those of [`allocate_many`](Self::allocate_many); [`KvError::BlockSizeMismatch`](crate::KvError::BlockSizeMismatch).
+    pub fn allocate_many_keyed(
+        &self,
+        requests: Vec<KeyedRequest<'_>>,
+    ) -> Result<Vec<PagedKvCacheHandle<T>>> {
+        let sequences = requests.into_iter().enumerate().map(|(index, request)| {
+            self.new_sequence(request).map_err(|error| in_batch(index, error))
+        });
+        PagedKvCacheHandle::open(&self.store, sequences.collect::<Result<_>>()?)
+    }
+
+    /// Makes room for `additional` tokens at the end of each sequence; see [`extend`](Self::extend).
+    ///
+    /// Returns the blocks that were copied, with the place of the sequence in `handles`.
+    ///
+    /// # Errors
+    ///
+    /// [`KvError::CountMismatch`](crate::KvError::CountMismatch); [`KvError::OutOfBlocks`](crate::KvError::OutOfBlocks) if there are too few for all.
+    pub fn extend_many(
+        &self,
+        handles: &mut [impl DerefMut<Target = PagedKvCacheHandle<T>>],
+        additional: &[usize],
+    ) -> Result<Vec<(usize, BlockCopy)>> {
+        check_count("numbers of tokens", additional.len(), handles.len())?;
+        self.check_all(handles)?;
+        PagedKvCacheHandle::extend_many(&self.store, handles, |index| additional[index])
+    }
+
+    /// Commits tokens of each sequence; see [`commit`](Self::commit).
+    ///
+    /// # Errors
+    ///
+    /// [`KvError::CountMismatch`](crate::KvError::CountMismatch), and those of [`commit`](Self::commit). That of
+    /// [`KvError::WrongBlockState`](crate::KvError::WrongBlockState) includes that two of the sequences share a block and commit it with
+    /// different tokens.
+    pub fn commit_many(
+        &self,
+        handles: &mut [impl DerefMut<Target = PagedKvCacheHandle<T>>],
+        tokens: &[&[u32]],
+    ) -> Result<()> {
+        check_count("lists of tokens", tokens.len(), handles.len())?;
+        self.check_all(handles)?;
+        PagedKvCacheHandle::commit_many(&self.store, handles, |index| tokens[index])
+    }
+
+    /// Gives the blocks of many sequences back; see [`free`](Self::free).
+    ///
+    /// # Locking
+    ///
+    /// Waits for calls that are using one of them, which they can not be in Rust unless a handle is
+    /// shared.
+    ///
+    /// # Errors
+    ///
+    /// [`KvError::DuplicateHandle`](crate::KvError::DuplicateHandle) if a handle is there twice.
+    pub fn free_many(&self, handles: &[impl Deref<Target = PagedKvCacheHandle<T>>]) -> Result<()> {
+        self.check_all(handles)?;
+        let handles = handles.iter().map(|handle| &**handle).collect::<Vec<_>>();
+        PagedKvCacheHandle::free_many(&self.store, &handles)
+    }
+
+    /// Returns which blocks each sequence has, those of a lookahead included.
+    ///
+    /// # Errors
+    ///
+    /// Those of the [manager](Self).
+    pub fn block_tables(
+        &self,
+        handles: &[impl Deref<Target = PagedKvCacheHandle<T>>],
+    ) -> Result<BlockTables> {
+        self.check_all(handles)?;
+        for (index, handle) in handles.iter().enumerate() {
+            handle.check_usable().map_err(|error| in_batch(index, error))?;
+        }
+        let tables = handles.iter().map(|handle| handle.block_table());
+        let width = tables.clone().map(BlockTable::num_blocks).max().unwrap_or(0);
+        let mut blocks = Vec::with_capacity(handles.len() * width);
+        for table in tables {
+            blocks.extend_from_slice(&table.logical_to_physical);
+            blocks.resize(blocks.len() + width - table.num_blocks(), 0);
+        }
+        Ok(BlockTables { blocks, width })
+    }
+
+    /// Returns the slots of tokens of each sequence, in one list; see
+    /// [`BlockTable::slot_mapping`](crate::BlockTable::slot_mapping).
+    ///
+    /// # Errors
+    ///
+    /// [`KvError::CountMismatch`](crate::KvError::CountMismatch), [`KvError::InvertedRange`](crate::KvError::InvertedRange); [`KvError::RangeOutOfBounds`](crate::KvError::RangeOutOfBounds) past the
+    /// length of a sequence.
+    pub fn slot_mappings(
+        &self,
+        handles: &[impl Deref<Target = PagedKvCacheHandle<T>>],
+        ranges: &[Range<usize>],
+    ) -> Result<Vec<usize>> {
+        check_count("ranges", ranges.len(), handles.len())?;
+        self.check_all(handles)?;
+        let mut slots = Vec::new();
+        for (index, (handle, range)) in handles.iter().zip(ranges).enumerate() {
+            let pushed = handle.push_slots(range.clone(), &mut slots);
+            pushed.map_err(|error| in_batch(index, error))?;
+        }
+        Ok(slots)
+    }
+
+    fn check_all(&self, handles: &[impl Deref<Target = PagedKvCacheHandle<T>>]) -> Result<()> {
+        handles.iter().try_for_each(|handle| self.check(handle))
+    }
+}

@@ -1,0 +1,100 @@
+//! Sequences whose keys are known, so that a scheduler that asks first hashes once.
+
+use std::sync::Arc;
+
+use super::{KvCacheManager, RequestOptions};
+use crate::dtype::Element;
+use crate::error::{KvError, Result};
+use crate::handle::{Known, NewSequence, PagedKvCacheHandle};
+use crate::hash::KeyChain;
+
+/// A sequence to start whose [keys](KvCacheManager::keys) are known.
+#[derive(Clone, Debug)]
+pub struct KeyedRequest<'a> {
+    /// Its tokens and their keys. They say all that a salt, an adapter or extra keys would say.
+    pub chain: Arc<KeyChain>,
+    /// A name, as in [`RequestOptions`].
+    pub request_id: Option<&'a str>,
+    /// Tokens to have blocks for beyond those of the chain.
+    pub lookahead: usize,
+}
+
+impl KeyedRequest<'_> {
+    /// Makes one without a name and without lookahead.
+    ///
+    /// A chain that others have as well is shared, and copied when the sequence commits more tokens.
+    pub fn new(chain: impl Into<Arc<KeyChain>>) -> Self {
+        Self { chain: chain.into(), request_id: None, lookahead: 0 }
+    }
+}
+
+impl<T: Element> KvCacheManager<T> {
+    /// Returns `tokens` with the keys of their full blocks, for calls that would otherwise hash them
+    /// each time.
+    ///
+    /// The name and the lookahead do not matter here.
+    ///
+    /// # Errors
+    ///
+    /// [`KvError::TooLarge`] as in [`allocate`](Self::allocate).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use kvspan::{KeyedRequest, KvCacheManager, KvCacheManagerConfig, RequestOptions};
+    ///
+    /// let manager = KvCacheManager::new(KvCacheManagerConfig::default())?;
+    /// let chain = manager.keys(&[7; 100], &RequestOptions::default())?;
+    /// if manager.probe_keyed(&chain)? == 0 {
+    ///     // Worth to wait for another sequence that computes the same?
+    /// }
+    /// let handle = manager.allocate_keyed(KeyedRequest::new(chain))?;
+    /// assert_eq!(handle.tokens(), [7; 100]);
+    /// # Ok::<(), kvspan::KvError>(())
+    /// ```
+    pub fn keys(&self, tokens: &[u32], options: &RequestOptions<'_>) -> Result<KeyChain> {
+        let mut chain = self.config.chain(options)?;
+        chain.extend(tokens);
+        Ok(chain)
+    }
+
+    /// Starts a sequence, as [`allocate`](Self::allocate) does.
+    ///
+    /// # Errors
+    ///
+    /// [`KvError::BlockSizeMismatch`] if the keys are those of another manager, with blocks of another
+    /// size; [`KvError::OutOfBlocks`]; [`KvError::RequestExists`] if the name is taken.
+    pub fn allocate_keyed(&self, request: KeyedRequest<'_>) -> Result<PagedKvCacheHandle<T>> {
+        let sequence = self.new_sequence(request)?;
+        self.open(sequence)
+    }
+
+    /// Returns how many of the tokens would be cached, without any effect.
+    ///
+    /// # Errors
+    ///
+    /// [`KvError::BlockSizeMismatch`] as in [`allocate_keyed`](Self::allocate_keyed).
+    pub fn probe_keyed(&self, chain: &KeyChain) -> Result<usize> {
+        self.check_block_size(chain)?;
+        if !self.config.prefix_caching {
+            return Ok(0);
+        }
+        Ok(self.store.probe(chain.reusable_keys()) * self.config.block_size)
+    }
+
+    pub(super) fn new_sequence<'a>(&self, request: KeyedRequest<'a>) -> Result<NewSequence<'a>> {
+        let KeyedRequest { chain, request_id, lookahead } = request;
+        self.check_block_size(&chain)?;
+        let known = if self.config.prefix_caching {
+            chain.into()
+        } else {
+            Known::Tokens(chain.tokens().to_vec())
+        };
+        Ok(NewSequence { known, lookahead, request_id })
+    }
+
+    fn check_block_size(&self, chain: &KeyChain) -> Result<()> {
+        let (given, wanted) = (chain.block_size(), self.config.block_size);
+        if given == wanted { Ok(()) } else { Err(KvError::BlockSizeMismatch { given, wanted }) }
+    }
+}
