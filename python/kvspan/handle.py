@@ -122,13 +122,11 @@ class KvCacheHandle(abc.ABC):
                 f"there is no layer {layer}: there are {num_layers}", layer, num_layers
             )
         num_tokens = self.num_tokens
-        tensors = []
-        for method in (self.key_cache, self.value_cache):
-            tensor = method(layer)
+        keys, values = self.key_cache(layer), self.value_cache(layer)
+        for name, tensor in [("key_cache", keys), ("value_cache", values)]:
             if tensor is not None:
-                self._check_shape(f"{method.__name__}({layer})", tensor, num_tokens, dims)
-            tensors.append(tensor)
-        return tensors[0], tensors[1]
+                self._check_shape(f"{name}({layer})", tensor, num_tokens, dims)
+        return keys, values
 
     def _count(self, name: str) -> int:
         count = getattr(self, name)

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+import kvspan
 from support import SOON, Threads, new_cache
 
 # 128 MiB of keys and values: long enough for every call to be seen, small enough for any machine.
@@ -67,6 +68,64 @@ def prefault(cache, rows):
     return fresh.prefault
 
 
+def new_sequence(rows, num_blocks=2):
+    """A manager, and a sequence of one block as large as the cache."""
+    manager = kvspan.KvCacheManager(num_blocks, block_size=COUNT, num_kv_heads=HEADS, head_dim=DIM)
+    handle = manager.allocate(range(COUNT))
+    manager.write(handle, 0, 0, *rows)
+    return manager, handle
+
+
+def write_to_blocks(_, rows):
+    manager, handle = new_sequence(rows)
+    return lambda: manager.write(handle, 0, 0, *rows)
+
+
+def read_range_of_blocks(_, rows):
+    manager, handle = new_sequence(rows)
+    return lambda: manager.read_range_into(handle, 0, 0, COUNT, *rows.copy())
+
+
+def copy_a_block_on_write(_, rows):
+    manager, handle = new_sequence(rows)
+    fork = manager.fork(handle)
+    return lambda: (handle, manager.write(fork, 0, 0, rows[0, 0], rows[1, 0]))
+
+
+def zero_a_block_for_its_new_owner(_, rows):
+    manager, handle = new_sequence(rows, num_blocks=1)
+    manager.free(handle)
+    return lambda: manager.allocate(range(COUNT))
+
+
+def hash_a_long_salt(_, rows):
+    manager = kvspan.KvCacheManager(1, storage=False)
+    return lambda: manager.probe([1], cache_salt="s" * 20_000_000)
+
+
+def make_a_large_pool(_, rows):
+    return lambda: kvspan.KvCacheManager(2_000_000, storage=False)
+
+
+def count_all_blocks(_, rows):
+    manager = kvspan.KvCacheManager(1_000_000, storage=False)
+    return manager.check_integrity
+
+
+def drop_the_last_handle(_, rows):
+    manager = kvspan.KvCacheManager(2_000_000, block_size=1, storage=False)
+    held = [manager.allocate([], lookahead=2_000_000)]
+    return held.clear
+
+
+def drop_the_last_array(_, rows):
+    manager = kvspan.KvCacheManager(200_000, block_size=1, num_kv_heads=1, head_dim=1)
+    handle = manager.allocate([])
+    manager.extend(handle, 200_000)
+    held = [manager.view(handle, 0).segments[0].keys]
+    return held.clear
+
+
 CALLS = [
     append,
     write_kv_batch,
@@ -77,6 +136,15 @@ CALLS = [
     reserve_over_what_was_left_behind,
     write_kv_far_past_what_was_left_behind,
     prefault,
+    write_to_blocks,
+    read_range_of_blocks,
+    copy_a_block_on_write,
+    zero_a_block_for_its_new_owner,
+    hash_a_long_salt,
+    make_a_large_pool,
+    count_all_blocks,
+    drop_the_last_handle,
+    drop_the_last_array,
 ]
 
 

@@ -2,7 +2,7 @@
 
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyMapping, PyString};
+use pyo3::types::{PyBytes, PyDict, PyMapping, PySequence, PyString};
 
 use crate::manager::RequestOptions;
 use crate::python::convert::{number, push, type_name};
@@ -42,13 +42,7 @@ impl<'py> FromPyObject<'_, 'py> for ExtraKeys {
         let mut all: Vec<(usize, Vec<Vec<u8>>)> = Vec::new();
         for entry in entries.try_iter()? {
             let entry = entry?;
-            let pair = entry.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>();
-            let (index, keys) = pair.map_err(|_| {
-                PyTypeError::new_err(format!(
-                    "extra keys are pairs of a block index and a list of its keys, not {}",
-                    type_name(&entry)
-                ))
-            })?;
+            let (index, keys) = pair(&entry)?;
             let index = block_index(&index)?;
             let last = all.last().map(|&(last, _)| last).filter(|_| !is_mapping);
             if let Some(last) = last.filter(|&last| last >= index) {
@@ -62,6 +56,16 @@ impl<'py> FromPyObject<'_, 'py> for ExtraKeys {
         }
         all.sort_unstable_by_key(|&(index, _)| index);
         Ok(Self(all))
+    }
+}
+
+fn pair<'py>(entry: &Bound<'py, PyAny>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+    match entry.cast::<PySequence>() {
+        Ok(pair) if pair.len()? == 2 => Ok((pair.get_item(0)?, pair.get_item(1)?)),
+        _ => Err(PyTypeError::new_err(format!(
+            "extra keys are pairs of a block index and a list of its keys, not {}",
+            type_name(entry)
+        ))),
     }
 }
 
