@@ -274,6 +274,11 @@ impl KeyChain {
         &self.keys
     }
 
+    /// The number of tokens with which the next block is full.
+    pub(crate) fn next_key_at(&self) -> usize {
+        (self.keys.len() + 1) * widen(self.block_size)
+    }
+
     /// Returns the keys that a look-up may ask for: those of whole blocks that leave at least one
     /// token to compute, since the last token's output is needed.
     pub fn reusable_keys(&self) -> &[BlockKey] {

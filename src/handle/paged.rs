@@ -82,10 +82,6 @@ impl<T: Element> PagedKvCacheHandle<T> {
         if self.is_valid() { error } else { self.stale() }
     }
 
-    pub(crate) fn lease(&self) -> &Lease<T> {
-        &self.lease
-    }
-
     // Growing and shrinking
 
     pub(crate) fn extend(
@@ -94,7 +90,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
         additional: usize,
     ) -> Result<Option<BlockCopy>> {
         self.sync()?;
-        let copies = Self::extend_synced(store, &mut [self], |_| additional)?;
+        let copies = Self::extend_many(store, &mut [self], |_| additional)?;
         Ok(copies.first().map(|&(_, copy)| copy))
     }
 
@@ -255,7 +251,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
     pub(crate) fn commit(&mut self, store: &Store<T>, tokens: &[u32]) -> Result<()> {
         self.sync()?;
         self.check_commit(tokens)?;
-        Self::commit_checked(store, &mut [self], |_| tokens)
+        Self::commit_many(store, &mut [self], |_| tokens)
     }
 
     pub(crate) fn view(&self, layer: usize, start: usize, end: usize) -> Result<PagedSpan<T>> {
@@ -365,10 +361,13 @@ impl<T: Element> PagedKvCacheHandle<T> {
     }
 
     /// Checks what a caller did to the table, and makes the sequence as long as it says.
+    #[inline]
     fn sync(&mut self) -> Result<()> {
-        if !self.edited {
-            return Ok(());
-        }
+        if self.edited { self.sync_edited() } else { Ok(()) }
+    }
+
+    #[cold]
+    fn sync_edited(&mut self) -> Result<()> {
         let entered = self.lease.enter()?;
         self.check_table(&entered)?;
         let blocks = self.lease.blocks(&entered)?;
@@ -382,7 +381,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
             self.truncate_synced(wanted).map(|_| ())
         } else {
             let store = Arc::clone(self.lease.store());
-            Self::extend_synced(&store, &mut [&mut *self], |_| wanted - len).map(|_| ())
+            Self::extend_synced(&store, &mut [&mut *self], &[0], |_| wanted - len).map(|_| ())
         };
         match result {
             Ok(()) => self.edited = false,

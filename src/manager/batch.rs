@@ -99,7 +99,6 @@ impl<T: Element> KvCacheManager<T> {
         additional: &[usize],
     ) -> Result<Vec<(usize, BlockCopy)>> {
         check_count("numbers of tokens", additional.len(), handles.len())?;
-        self.check_all(handles)?;
         PagedKvCacheHandle::extend_many(&self.store, handles, |index| additional[index])
     }
 
@@ -116,7 +115,6 @@ impl<T: Element> KvCacheManager<T> {
         tokens: &[&[u32]],
     ) -> Result<()> {
         check_count("lists of tokens", tokens.len(), handles.len())?;
-        self.check_all(handles)?;
         PagedKvCacheHandle::commit_many(&self.store, handles, |index| tokens[index])
     }
 
@@ -131,7 +129,6 @@ impl<T: Element> KvCacheManager<T> {
     ///
     /// [`KvError::DuplicateHandle`](crate::KvError::DuplicateHandle) if a handle is there twice.
     pub fn free_many(&self, handles: &[impl Deref<Target = PagedKvCacheHandle<T>>]) -> Result<()> {
-        self.check_all(handles)?;
         let handles = handles.iter().map(|handle| &**handle).collect::<Vec<_>>();
         PagedKvCacheHandle::free_many(&self.store, &handles)
     }

@@ -570,10 +570,7 @@ impl<T: Element> KvCacheManager<T> {
     }
 
     fn check(&self, handle: &PagedKvCacheHandle<T>) -> Result<()> {
-        if Arc::ptr_eq(handle.lease().store(), &self.store) {
-            return Ok(());
-        }
-        Err(KvError::ForeignHandle { cache_id: handle.lease().cache_id() })
+        handle.check_store(&self.store)
     }
 
     fn open(&self, sequence: NewSequence<'_>) -> Result<PagedKvCacheHandle<T>> {

@@ -192,14 +192,14 @@ impl PrefixCache {
 
     /// Adds a holder to each of `hits`, if `num_new` blocks can be taken beside them.
     fn hold_sparing(&mut self, hits: &[BlockId], num_new: usize) -> Result<()> {
-        let cached = |&block: &BlockId| self.pool.state(block) == Ok(BlockState::Cached);
-        let spared = hits.iter().copied().filter(cached);
-        if self.pool.check_room(num_new, spared.clone().count()).is_err() {
+        // Mostly there is room enough, and it does not matter which of the hits have owners.
+        if self.pool.check_room(num_new, hits.len()).is_err() {
+            let cached = |block: &BlockId| self.pool.state(*block) == Ok(BlockState::Cached);
+            let mut spared = hits.iter().copied().filter(cached).collect::<Vec<_>>();
             // Several sequences may have hit the same block.
-            let mut distinct = spared.collect::<Vec<_>>();
-            distinct.sort_unstable();
-            distinct.dedup();
-            self.pool.check_room(num_new, distinct.len())?;
+            spared.sort_unstable();
+            spared.dedup();
+            self.pool.check_room(num_new, spared.len())?;
         }
         self.pool.hold(hits)
     }

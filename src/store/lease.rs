@@ -94,11 +94,6 @@ pub(crate) struct Growth<'a> {
 }
 
 impl<'a> Growth<'a> {
-    /// Whether bytes change, for which it takes the fence.
-    pub(crate) fn changes_bytes(&self) -> bool {
-        self.num_new > 0 || !self.dirty.is_empty()
-    }
-
     pub(crate) fn enter(&self) -> Result<Entered<'a>> {
         self.fence.enter()
     }
@@ -157,6 +152,11 @@ impl<T: Element> Lease<T> {
         self.fence.is_open()
     }
 
+    /// Whether it is one of `store`, and open.
+    pub(crate) fn is_open_in(&self, store: &Store<T>) -> bool {
+        std::ptr::eq(&raw const *self.store, store) && self.fence.is_open()
+    }
+
     pub(crate) fn check_open(&self) -> Result<()> {
         self.fence.check_open()
     }
@@ -203,15 +203,10 @@ impl<T: Element> Lease<T> {
         let Range { start, end } = tokens;
         let capacity = blocks.len() * block_size;
         let inside = start..end.min(capacity);
-        let dirty_end = if self.store.rows.is_some() { high_water } else { 0 };
-        Growth {
-            fence: &self.fence,
-            blocks,
-            block_size,
-            dirty: start..inside.end.min(dirty_end),
-            tokens: inside,
-            num_new: end.saturating_sub(capacity).div_ceil(block_size),
-        }
+        let dirty_end = if self.store.has_rows() { high_water } else { 0 };
+        let num_new = end.saturating_sub(capacity).div_ceil(block_size);
+        let dirty = start..inside.end.min(dirty_end);
+        Growth { fence: &self.fence, blocks, block_size, dirty, tokens: inside, num_new }
     }
 
     /// Gives back all blocks but the first `num_blocks`; `cut` says that a part of the last one's

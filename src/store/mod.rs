@@ -15,7 +15,7 @@ mod state;
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 pub(crate) use lease::{Entered, Growth, Lease, PinnedBlocks, Want, close_many};
 pub use report::{BlockCopy, BlockPicture, Inspection, LeakReport, ManagerStats, SequenceReport};
@@ -59,6 +59,25 @@ pub(crate) struct Commit<'a> {
     pub(crate) keys: &'a [BlockKey],
 }
 
+/// A look at the bookkeeping.
+#[derive(Debug)]
+pub(crate) struct Look<'a, T> {
+    store: &'a Store<T>,
+    state: MutexGuard<'a, State>,
+}
+
+impl<T: Element> Look<'_, T> {
+    pub(crate) fn store(&self) -> &Store<T> {
+        self.store
+    }
+
+    /// Whether a block has one owner, and nobody else has anything to do with it.
+    #[inline]
+    pub(crate) fn is_private(&self, block: BlockId) -> bool {
+        self.state.cache.pool().is_private(block)
+    }
+}
+
 impl<T: Element> Store<T> {
     pub(crate) fn new(
         num_blocks: usize,
@@ -89,6 +108,10 @@ impl<T: Element> Store<T> {
     pub(crate) fn nbytes(&self) -> usize {
         let places = self.rows.as_ref().map_or(0, |rows| rows.geometry().num_places);
         places * self.block_bytes()
+    }
+
+    pub(crate) fn has_rows(&self) -> bool {
+        self.rows.is_some()
     }
 
     pub(crate) fn rows(&self) -> Result<&Arc<BlockRows<T>>> {
@@ -169,31 +192,28 @@ impl<T: Element> Store<T> {
         Ok(grant)
     }
 
-    /// Makes sequences longer, all of them or none; the slots of their new tokens are zero.
-    ///
-    /// The fences are held of those that [change bytes](Growth::changes_bytes); or of all if
-    /// `may_copy`. Without that it is `None`, and nothing has changed, if a block must be copied.
-    #[inline]
+    /// Makes sequences longer, all of them or none; the slots of their new tokens are zero. The fences
+    /// of all of them are held.
     pub(crate) fn grow<'a>(
         &self,
         growths: impl Iterator<Item = Growth<'a>> + Clone,
-        may_copy: bool,
-    ) -> Result<Option<Grant>> {
+    ) -> Result<Grant> {
         let is_pinned = |block, want: &Want| self.is_pinned(block, want);
-        let grant = self.state.lock().grow(growths.clone(), may_copy, is_pinned)?;
-        if let Some(grant) = &grant {
-            self.complete(grant)?;
-            if let Some(rows) = &self.rows {
-                // What was truncated must not come back.
-                let dirty = growths.filter(|growth| !growth.dirty.is_empty());
-                for growth in dirty {
-                    growth
-                        .dirty_slots(grant)
-                        .try_for_each(|(block, slots)| rows.zero(block, slots))?;
-                }
+        let grant = self.state.lock().grow(growths.clone(), is_pinned)?;
+        self.complete(&grant)?;
+        if let Some(rows) = &self.rows {
+            // What was truncated must not come back.
+            for growth in growths {
+                let mut slots = growth.dirty_slots(&grant);
+                slots.try_for_each(|(block, slots)| rows.zero(block, slots))?;
             }
         }
         Ok(grant)
+    }
+
+    /// Has the bookkeeping stay as it is for a moment.
+    pub(crate) fn look(&self) -> Look<'_, T> {
+        Look { store: self, state: self.state.lock() }
     }
 
     fn is_pinned(&self, block: BlockId, want: &Want) -> bool {

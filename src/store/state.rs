@@ -199,17 +199,14 @@ impl State {
         self.carry_out(plan)
     }
 
-    /// Decides first, then takes everything or nothing; see [`Store::grow`](super::Store). `None` if
-    /// blocks must be copied, and `may_copy` is false.
+    /// Decides first, then takes everything or nothing; see [`Store::grow`](super::Store).
     pub(super) fn grow<'a>(
         &mut self,
         growths: impl Iterator<Item = Growth<'a>>,
-        may_copy: bool,
         is_pinned: impl Fn(BlockId, &Want) -> bool,
-    ) -> Result<Option<Grant>> {
+    ) -> Result<Grant> {
         let mut plan = Plan::default();
         for growth in growths {
-            growth.fence.check_open()?;
             for want in growth.wants() {
                 self.plan(&mut plan, &want, &is_pinned)?;
             }
@@ -218,10 +215,7 @@ impl State {
                 plan.needs.push(Need::New { id, num_blocks });
             }
         }
-        if !may_copy && plan.needs.iter().any(|need| matches!(need, Need::Copy { .. })) {
-            return Ok(None);
-        }
-        self.carry_out(plan).map(Some)
+        self.carry_out(plan)
     }
 
     /// Finds out what must be done before some slots of a block change.
@@ -353,11 +347,13 @@ impl State {
         self.check_commits(commits)?;
         let mut merged = Vec::new();
         for (place, commit) in commits.iter().enumerate() {
-            for (index, key) in (commit.first..).zip(commit.keys) {
-                let block = self.block(commit.id, index)?;
-                let other = self.cache.commit(block, key)?;
-                if other != block {
-                    self.sequence_mut(commit.id)?.blocks[index] = other;
+            let Self { sequences, cache, .. } = self;
+            let sequence = sequences.get_mut(&commit.id).ok_or_else(|| stale(commit.id))?;
+            let blocks = (commit.first..).zip(&mut sequence.blocks[commit.first..]);
+            for ((index, block), key) in blocks.zip(commit.keys) {
+                let other = cache.commit(*block, key)?;
+                if other != *block {
+                    *block = other;
                     merged.push((place, index, other));
                 }
             }

@@ -10,7 +10,7 @@ use super::{Known, PagedKvCacheHandle};
 use crate::block::BlockTable;
 use crate::dtype::Element;
 use crate::error::{KvError, Result};
-use crate::store::{BlockCopy, Commit, Growth, Opening, Store, close_many};
+use crate::store::{BlockCopy, Commit, Growth, Look, Opening, Store, close_many};
 
 /// A sequence to start.
 #[derive(Debug)]
@@ -56,75 +56,167 @@ impl<T: Element> PagedKvCacheHandle<T> {
         Ok(handles.collect())
     }
 
-    /// Makes sequences of `store` longer; returns what was copied, and for which of them.
+    /// Makes sequences longer; returns what was copied, and for which of them.
     pub(crate) fn extend_many(
         store: &Store<T>,
         handles: &mut [impl DerefMut<Target = Self>],
         additional: impl Fn(usize) -> usize,
     ) -> Result<Vec<(usize, BlockCopy)>> {
+        // Those that need more than room in a block that is theirs.
+        let mut others = Vec::new();
+        let look = store.look();
         for (index, handle) in handles.iter_mut().enumerate() {
-            handle.sync().map_err(|error| in_batch(index, error))?;
+            if !handle.extend_inside(&look, additional(index)) {
+                others.push(index);
+            }
         }
-        Self::extend_synced(store, handles, additional)
+        drop(look);
+        if others.is_empty() {
+            return Ok(Vec::new());
+        }
+        let extended = Self::extend_some(store, handles, &others, &additional);
+        if extended.is_err() {
+            for_all_but(&others, handles, |index, handle| handle.unextend(additional(index)));
+        }
+        extended
     }
 
+    /// Makes the sequence longer if that concerns nobody else.
+    #[inline]
+    fn extend_inside(&mut self, look: &Look<'_, T>, additional: usize) -> bool {
+        if self.edited {
+            return false;
+        }
+        let (start, blocks) = (self.num_tokens, &self.table.physical_blocks);
+        let room = blocks.len() * self.table.block_size - start;
+        let can = additional <= room
+            && room <= self.table.block_size
+            && (self.high_water <= start || !look.store().has_rows())
+            && self.lease.is_open_in(look.store())
+            && blocks.last().is_some_and(|&block| look.is_private(block));
+        if can {
+            self.lengthen(additional);
+        }
+        can
+    }
+
+    fn lengthen(&mut self, additional: usize) {
+        self.table.sequence_length += additional;
+        self.num_tokens += additional;
+        self.high_water = self.high_water.max(self.num_tokens);
+    }
+
+    /// Undoes what `extend_inside` did. The new slots are still zero.
+    fn unextend(&mut self, additional: usize) {
+        self.table.sequence_length -= additional;
+        self.num_tokens -= additional;
+        self.high_water = self.num_tokens;
+    }
+
+    fn extend_some(
+        store: &Store<T>,
+        handles: &mut [impl DerefMut<Target = Self>],
+        some: &[usize],
+        additional: impl Fn(usize) -> usize,
+    ) -> Result<Vec<(usize, BlockCopy)>> {
+        for &index in some {
+            handles[index].check_store(store)?;
+            handles[index].sync().map_err(|error| in_batch(index, error))?;
+        }
+        Self::extend_synced(store, handles, some, additional)
+    }
+
+    /// Makes some of the sequences longer, in whatever way it takes.
     pub(super) fn extend_synced(
         store: &Store<T>,
         handles: &mut [impl DerefMut<Target = Self>],
+        some: &[usize],
         additional: impl Fn(usize) -> usize,
     ) -> Result<Vec<(usize, BlockCopy)>> {
-        let growths =
-            handles.iter().enumerate().map(|(index, handle)| handle.growth(additional(index)));
-        let entered = growths.clone().filter(Growth::changes_bytes).map(|growth| growth.enter());
-        let entered = entered.collect::<Result<Vec<_>>>()?;
-        let mut granted = store.grow(growths.clone(), false)?;
+        let growths = some.iter().map(|&index| handles[index].growth(additional(index)));
+        let entered = growths.clone().map(|growth| growth.enter()).collect::<Result<Vec<_>>>()?;
+        let grant = store.grow(growths)?;
         drop(entered);
-        if granted.is_none() {
-            let entered =
-                growths.clone().map(|growth| growth.enter()).collect::<Result<Vec<_>>>()?;
-            granted = store.grow(growths, true)?;
-            drop(entered);
-        }
-        let grant = granted.unwrap_or_default();
+        // Both are in the order of the sequences.
         let (mut new, mut copies) = (&*grant.new, grant.copies.into_iter().peekable());
         let mut made = Vec::new();
-        for (index, handle) in handles.iter_mut().enumerate() {
-            let additional = additional(index);
-            let num_new = handle.growth(additional).num_new;
-            let Self { lease, table, num_tokens, high_water, .. } = &mut **handle;
-            while let Some((_, copy)) = copies.next_if(|&(id, _)| id == lease.id()) {
-                table.adopt_at(copy.block_index, copy.to);
+        for &index in some {
+            let handle = &mut handles[index];
+            while let Some((_, copy)) = copies.next_if(|&(id, _)| id == handle.lease.id()) {
+                handle.table.adopt_at(copy.block_index, copy.to);
                 made.push((index, copy));
             }
-            if num_new > 0 {
-                let (own, others) = new.split_at(num_new);
-                table.adopt(own);
-                new = others;
-            }
-            table.sequence_length += additional;
-            *num_tokens += additional;
-            *high_water = (*high_water).max(*num_tokens);
+            let (own, others) = new.split_at(handle.growth(additional(index)).num_new);
+            handle.table.adopt(own);
+            new = others;
+            handle.lengthen(additional(index));
         }
         Ok(made)
     }
 
-    #[inline]
     fn growth(&self, additional: usize) -> Growth<'_> {
         let end = self.num_tokens.saturating_add(additional);
         self.lease.growth(&self.table.physical_blocks, self.num_tokens..end, self.high_water)
     }
 
-    /// Commits tokens of sequences of `store`.
+    /// Commits tokens of sequences.
     pub(crate) fn commit_many<'a>(
         store: &Store<T>,
         handles: &mut [impl DerefMut<Target = Self>],
         tokens: impl Fn(usize) -> &'a [u32],
     ) -> Result<()> {
+        // Those of which there is more to see to than that tokens are known now.
+        let mut others = Vec::new();
         for (index, handle) in handles.iter_mut().enumerate() {
-            let checked = handle.sync().and_then(|()| handle.check_commit(tokens(index)));
+            if !handle.commit_inside(store, tokens(index)) {
+                others.push(index);
+            }
+        }
+        if others.is_empty() {
+            return Ok(());
+        }
+        let committed = Self::commit_some(store, handles, &others, &tokens);
+        if committed.is_err() {
+            for_all_but(&others, handles, |index, handle| handle.uncommit(tokens(index).len()));
+        }
+        committed
+    }
+
+    /// Commits tokens that were not known, if they fill no block.
+    #[inline]
+    fn commit_inside(&mut self, store: &Store<T>, tokens: &[u32]) -> bool {
+        let end = self.num_committed_tokens.saturating_add(tokens.len());
+        let can = self.known.has_room_for(end)
+            && self.known.tokens().len() == self.num_committed_tokens
+            && end <= self.num_tokens
+            && !self.edited
+            && self.lease.is_open_in(store);
+        if can {
+            self.known.extend(tokens);
+            self.num_committed_tokens = end;
+        }
+        can
+    }
+
+    /// Undoes what `commit_inside` did.
+    fn uncommit(&mut self, num_tokens: usize) {
+        self.num_committed_tokens -= num_tokens;
+        self.known.unextend(self.num_committed_tokens);
+    }
+
+    fn commit_some<'a>(
+        store: &Store<T>,
+        handles: &mut [impl DerefMut<Target = Self>],
+        some: &[usize],
+        tokens: impl Fn(usize) -> &'a [u32],
+    ) -> Result<()> {
+        for &index in some {
+            handles[index].check_store(store)?;
+            let checked =
+                handles[index].sync().and_then(|()| handles[index].check_commit(tokens(index)));
             checked.map_err(|error| in_batch(index, error))?;
         }
-        Self::commit_checked(store, handles, tokens)
+        Self::commit_checked(store, handles, some, tokens)
     }
 
     pub(super) fn check_commit(&self, tokens: &[u32]) -> Result<()> {
@@ -139,55 +231,36 @@ impl<T: Element> PagedKvCacheHandle<T> {
         differs.map_or(Ok(()), |place| Err(KvError::TokenMismatch { token: start + place }))
     }
 
-    /// Commits tokens that are right, for all that can be seen without the store.
-    pub(super) fn commit_checked<'a>(
+    /// Commits tokens of some of the sequences, which are right for all that one can see.
+    fn commit_checked<'a>(
         store: &Store<T>,
         handles: &mut [impl DerefMut<Target = Self>],
+        some: &[usize],
         tokens: impl Fn(usize) -> &'a [u32],
     ) -> Result<()> {
-        // Those that fill blocks, and how many of their tokens were known.
-        let mut filling = Vec::new();
-        for (index, handle) in handles.iter_mut().enumerate() {
-            if !handle.full_blocks(tokens(index).len()).is_empty() {
-                filling.push((index, handle.known.tokens().len()));
-                handle.learn(tokens(index));
+        let num_known = some.iter().map(|&index| handles[index].known.tokens().len());
+        let num_known = num_known.collect::<Vec<_>>();
+        for &index in some {
+            handles[index].learn(tokens(index));
+        }
+        let commits = some.iter().map(|&index| handles[index].newly_full(tokens(index).len()));
+        match store.commit(&commits.collect::<Vec<_>>()) {
+            Ok(merged) => {
+                for (place, block_index, block) in merged {
+                    handles[some[place]].table.adopt_at(block_index, block);
+                }
+                for &index in some {
+                    handles[index].num_committed_tokens += tokens(index).len();
+                }
+                Ok(())
+            }
+            Err(error) => {
+                for (&index, num_known) in some.iter().zip(num_known) {
+                    handles[index].known.unextend(num_known);
+                }
+                Err(error)
             }
         }
-        if !filling.is_empty() {
-            let commits = filling.iter().map(|&(index, _)| {
-                let handle = &handles[index];
-                let blocks = handle.full_blocks(tokens(index).len());
-                let (id, first) = (handle.lease.id(), blocks.start);
-                Commit { id, first, keys: &handle.known.keys()[blocks] }
-            });
-            match store.commit(&commits.collect::<Vec<_>>()) {
-                Ok(merged) => {
-                    for (place, block_index, block) in merged {
-                        handles[filling[place].0].table.adopt_at(block_index, block);
-                    }
-                }
-                Err(error) => {
-                    for (index, num_known) in filling {
-                        handles[index].known.unextend(num_known);
-                    }
-                    return Err(error);
-                }
-            }
-        }
-        for (index, handle) in handles.iter_mut().enumerate() {
-            handle.learn(tokens(index));
-            handle.num_committed_tokens += tokens(index).len();
-        }
-        Ok(())
-    }
-
-    /// The blocks that will be full when as many tokens more are committed, if they can be shared.
-    fn full_blocks(&self, num_tokens: usize) -> Range<usize> {
-        if !self.known.has_keys() {
-            return 0..0;
-        }
-        let (start, block_size) = (self.num_committed_tokens, self.table.block_size);
-        start / block_size..(start + num_tokens) / block_size
     }
 
     /// Takes note of those of `tokens`, which follow the committed ones, that are not known yet.
@@ -197,12 +270,29 @@ impl<T: Element> PagedKvCacheHandle<T> {
         self.known.extend(tokens.get(num_known..).unwrap_or_default());
     }
 
+    /// The blocks that are full once as many known tokens more are committed.
+    fn newly_full(&self, num_tokens: usize) -> Commit<'_> {
+        let (start, block_size) = (self.num_committed_tokens, self.table.block_size);
+        let (first, end) = (start / block_size, (start + num_tokens) / block_size);
+        // There are none if nothing is shared.
+        let keys = self.known.keys().get(first..end).unwrap_or_default();
+        Commit { id: self.lease.id(), first, keys }
+    }
+
     /// Frees sequences of `store`.
     pub(crate) fn free_many(store: &Store<T>, handles: &[&Self]) -> Result<()> {
+        handles.iter().try_for_each(|handle| handle.check_store(store))?;
         close_many(store, &handles.iter().map(|handle| &handle.lease).collect::<Vec<_>>())
     }
 
     // Asking
+
+    pub(crate) fn check_store(&self, store: &Store<T>) -> Result<()> {
+        if std::ptr::eq(&raw const **self.lease.store(), store) {
+            return Ok(());
+        }
+        Err(KvError::ForeignHandle { cache_id: self.lease.cache_id() })
+    }
 
     /// Checks that the table, of a sequence that is still there, can be believed.
     pub(crate) fn check_usable(&self) -> Result<()> {
@@ -218,6 +308,20 @@ impl<T: Element> PagedKvCacheHandle<T> {
             return Err(KvError::RangeOutOfBounds { start, end, len });
         }
         self.table.push_slots(range, slots)
+    }
+}
+
+/// Calls `call` with all handles but some, whose places are in ascending order.
+fn for_all_but<H: DerefMut>(
+    some: &[usize],
+    handles: &mut [H],
+    call: impl Fn(usize, &mut H::Target),
+) {
+    let mut some = some.iter().peekable();
+    for (index, handle) in handles.iter_mut().enumerate() {
+        if some.next_if_eq(&&index).is_none() {
+            call(index, handle);
+        }
     }
 }
 

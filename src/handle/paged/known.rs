@@ -24,9 +24,13 @@ impl Known {
         }
     }
 
-    /// Whether the sequence shares its blocks.
-    pub(super) fn has_keys(&self) -> bool {
-        !matches!(self, Self::Tokens(_))
+    /// Whether the sequence can have `len` tokens without a key more.
+    pub(super) fn has_room_for(&self, len: usize) -> bool {
+        match self {
+            Self::Tokens(_) => true,
+            Self::Chain(chain) => len < chain.next_key_at(),
+            Self::Shared(chain) => len < chain.next_key_at(),
+        }
     }
 
     /// Of all full blocks, if the sequence shares them.
