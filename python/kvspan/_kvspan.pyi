@@ -18,6 +18,7 @@ from typing import (
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib.axes import Axes as _Axes
 from typing_extensions import Buffer, CapsuleType
 
 __all__ = [
@@ -434,6 +435,9 @@ class KvCacheManager:
         """Returns who holds blocks."""
     def check_integrity(self) -> None:
         """Counts everything again that is kept count of."""
+    def plot(self, ax: _Axes | None = None) -> _Axes:
+        """Draws the pool with matplotlib."""
+    def _repr_html_(self) -> str: ...
 
 @final
 class PagedKvCacheHandle:

@@ -1,13 +1,48 @@
-"""Plots. They load matplotlib, the extra ``plot``, when they are drawn."""
+"""Pictures of a pool, and of what pools of several sizes hit.
+
+Those that matplotlib draws load it when they are drawn; it is the extra ``plot``.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from kvspan import BlockPicture, KvCacheManager
+
+# More can not be told apart; each stands for several blocks then.
+MAX_CELLS = 64 * 64
+MAX_CELLS_WITH_LINES = 32 * 32
+MAX_CELLS_WITH_NUMBERS = 16 * 16
+
+
+class Kind(NamedTuple):
+    """Blocks that look the same."""
+
+    label: str
+    colour: str
+
+
+# Where a state is in use, there is one for each number of sequences, and the last is for more.
+FREE, CACHED, PINNED, IN_USE = 0, 1, 2, 3
+KINDS = [
+    Kind("free", "#eeeeee"),
+    Kind("cached", "#fdd49e"),
+    Kind("held by a view only", "#c51b8a"),
+    Kind("in use by one sequence", "#9ecae1"),
+    Kind("shared by two", "#4292c6"),
+    Kind("shared by more", "#084594"),
+]
+MAX_SHARING = len(KINDS) - IN_USE
 
 
 def load_matplotlib() -> None:
@@ -16,6 +51,142 @@ def load_matplotlib() -> None:
         raise ImportError(
             "matplotlib is not installed: pip install 'kvspan[plot]'", name="matplotlib"
         )
+
+
+# A pool
+
+
+def plot_pool(manager: KvCacheManager, ax: Axes | None = None) -> Axes:
+    """Draw what ``KvCacheManager.plot`` says."""
+    load_matplotlib()
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    if ax is None:
+        from matplotlib import pyplot
+
+        _, ax = pyplot.subplots(figsize=(9, 6), layout="compressed")
+
+    stats, blocks = manager.stats(), manager.inspect().blocks
+    kinds = np.fromiter(map(kind_of, blocks), np.intp, len(blocks))
+    blocks_per_cell = math.ceil(len(blocks) / MAX_CELLS)
+    num_cells = math.ceil(len(blocks) / blocks_per_cell)
+    num_columns = math.ceil(math.sqrt(num_cells))
+    num_rows = math.ceil(num_cells / num_columns)
+
+    ax.imshow(
+        picture(kinds, blocks_per_cell, num_rows, num_columns),
+        interpolation="nearest",
+        aspect="equal",
+    )
+    ax.set_xticks([])
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    first = blocks[0].block
+    ax.yaxis.set_major_formatter(
+        FuncFormatter(lambda row, _: f"{first + round(row) * num_columns * blocks_per_cell:,}")
+    )
+    ax.set_ylabel("first block of the row")
+    if num_cells <= MAX_CELLS_WITH_LINES:
+        ax.set_xticks(np.arange(0.5, num_columns - 1), minor=True)
+        ax.set_yticks(np.arange(0.5, num_rows - 1), minor=True)
+        ax.grid(which="minor", color="white")
+        ax.tick_params(which="minor", length=0)
+    if num_cells <= MAX_CELLS_WITH_NUMBERS:
+        for cell, block in enumerate(blocks):
+            if block.reference_count > 1:
+                row, column = divmod(cell, num_columns)
+                ax.text(
+                    column, row, f"{block.reference_count}", color="white", ha="center", va="center"
+                )
+
+    counts = np.bincount(kinds, minlength=len(KINDS))
+    ax.legend(
+        handles=[
+            Patch(facecolor=kind.colour, edgecolor="grey", label=f"{kind.label}: {count:,}")
+            for kind, count in zip(KINDS, counts)
+        ],
+        title="blocks" if blocks_per_cell == 1 else f"blocks, {blocks_per_cell:,} a cell",
+        alignment="left",
+        loc="upper left",
+        bbox_to_anchor=(1.02, 1),
+        borderaxespad=0,
+        frameon=False,
+    )
+    ax.set_title(
+        f"{stats.num_blocks:,} blocks of {manager.block_size:,} tokens, "
+        f"{stats.num_sequences:,} sequences\n"
+        f"{stats.num_in_use:,} in use, {stats.num_cached:,} cached, {stats.num_free:,} free; "
+        f"{stats.hit_rate:.1%} of {stats.query_tokens:,} tokens hit"
+    )
+    return ax
+
+
+def kind_of(block: BlockPicture) -> int:
+    match block.state:
+        case "free":
+            return FREE
+        case "cached":
+            return CACHED
+        case "pinned":
+            return PINNED
+    return IN_USE + min(block.reference_count, MAX_SHARING) - 1
+
+
+def picture(
+    kinds: npt.NDArray[np.intp], blocks_per_cell: int, num_rows: int, num_columns: int
+) -> npt.NDArray[np.float64]:
+    """Colours of cells, ``[rows, columns, red-green-blue-alpha]``.
+
+    A cell of several blocks has the mean of their colours; cells behind the last block have none.
+    """
+    from matplotlib.colors import to_rgba_array
+
+    colours = to_rgba_array([kind.colour for kind in KINDS])[kinds]
+    starts = np.arange(0, len(kinds), blocks_per_cell)
+    sums = np.add.reduceat(colours, starts)
+    cells = np.zeros((num_rows * num_columns, 4))
+    cells[: len(starts)] = sums / sums[:, 3:]  # each block has an alpha of 1
+    return cells.reshape(num_rows, num_columns, 4)
+
+
+def pool_as_html(manager: KvCacheManager) -> str:
+    """Return what a notebook shows of a manager."""
+    stats = manager.stats()
+    states = [
+        ("in use", stats.num_in_use, KINDS[IN_USE].colour),
+        ("cached", stats.num_cached, KINDS[CACHED].colour),
+        ("free", stats.num_free, KINDS[FREE].colour),
+    ]
+    bar = "".join(
+        f'<div title="{name}" style="width: {count / stats.num_blocks:.2%}; background: {colour}"></div>'
+        for name, count, colour in states
+    )
+    content = "none, bookkeeping alone"
+    if manager.has_storage:
+        content = (
+            f"{manager.nbytes:,} bytes: {manager.num_layers:,} layers, {manager.num_kv_heads:,} KV heads "
+            f"of {manager.head_dim:,}, {manager.dtype}"
+        )
+    rows = [
+        ("blocks", f"{stats.num_blocks:,} of {manager.block_size:,} tokens"),
+        *((name, f"{count:,} ({count / stats.num_blocks:.1%})") for name, count, _ in states),
+        ("sequences", f"{stats.num_sequences:,}"),
+        ("hits", f"{stats.hit_tokens:,} of {stats.query_tokens:,} tokens ({stats.hit_rate:.1%})"),
+        ("evictions, copies", f"{stats.num_evictions:,}, {stats.num_copies:,}"),
+        ("storage", content),
+    ]
+    table = "".join(
+        f'<tr><th style="text-align: left">{name}</th><td style="text-align: left">{value}</td></tr>'
+        for name, value in rows
+    )
+    return (
+        f"<div><strong>KvCacheManager</strong>"
+        f'<div style="display: flex; width: 24em; height: 0.8em; border: 1px solid grey">{bar}</div>'
+        f"<table>{table}</table></div>"
+    )
+
+
+# Hit rates
 
 
 def file_formats() -> list[str]:

@@ -154,6 +154,7 @@ SIGNATURES = {
     "KvCacheManager.free_request": "(self, /, request_id)",
     "KvCacheManager.inspect": "(self, /)",
     "KvCacheManager.leak_report": "(self, /)",
+    "KvCacheManager.plot": "(self, /, ax=None)",
     "KvCacheManager.probe": "(self, /, tokens, *, cache_salt=None, lora_id=None, extra_keys=None)",
     "KvCacheManager.read_range": "(self, /, handle, layer, start=0, end=None)",
     "KvCacheManager.read_range_into": "(self, /, handle, layer, start, end, keys_out, values_out)",

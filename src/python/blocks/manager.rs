@@ -489,6 +489,27 @@ impl PyKvCacheManager {
         Ok(py.detach(|| manager.check_integrity())?)
     }
 
+    /// Draws the pool with matplotlib, as a grid of blocks in the colours of their states.
+    ///
+    /// A block that several sequences share is darker, and in a small pool it has their number. In a
+    /// pool of more than 4,096 blocks a cell stands for several, and has the mean of their colours.
+    ///
+    /// Draws on ``ax``, by default in a new figure, and returns the axes. Raises ImportError if
+    /// matplotlib is not installed; it is the extra ``plot`` of this package.
+    #[pyo3(signature = (ax = None))]
+    fn plot<'py>(
+        slf: &Bound<'py, Self>,
+        ax: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("kvspan._plot")?.call_method1("plot_pool", (slf, ax))
+    }
+
+    /// What notebooks show: the numbers of ``stats()`` and of the geometry, as a table.
+    #[pyo3(name = "_repr_html_")]
+    fn repr_html<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("kvspan._plot")?.call_method1("pool_as_html", (slf,))
+    }
+
     /// Blocks that sequences can have.
     #[getter]
     fn num_blocks(&self) -> usize {
