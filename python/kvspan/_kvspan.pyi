@@ -21,6 +21,8 @@ import numpy.typing as npt
 from matplotlib.axes import Axes as _Axes
 from typing_extensions import Buffer, CapsuleType
 
+from kvspan.handle import KvCacheHandle
+
 __all__ = [
     "BlockCopy",
     "BlockPicture",
@@ -440,7 +442,7 @@ class KvCacheManager:
     def _repr_html_(self) -> str: ...
 
 @final
-class PagedKvCacheHandle:
+class PagedKvCacheHandle(KvCacheHandle):  # it is registered with it
     """One sequence of a manager, and its hold on its blocks."""
 
     @property
@@ -497,7 +499,7 @@ class PagedKvCacheHandle:
     def __exit__(self, *_exception: object) -> None: ...
 
 @final
-class ContiguousKvCacheHandle:
+class ContiguousKvCacheHandle(KvCacheHandle):  # it is registered with it
     """One sequence in one layer cache a layer."""
 
     def __new__(cls, layers: Iterable[LayerKvCache]) -> Self: ...

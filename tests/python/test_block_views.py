@@ -1,5 +1,6 @@
 """Views of blocks: they do not change, they keep their blocks, and they end when they should."""
 
+import contextlib
 import gc
 import weakref
 
@@ -23,6 +24,7 @@ from blocks import (
 )
 from kvspan.errors import OutOfBlocksError, ReleasedError, ViewsAliveError
 from support import address, isolated
+from test_lifetimes import growth
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 
@@ -322,6 +324,71 @@ def test_views_of_managers_that_are_kept_until_the_end_do_no_harm():
     builtins = __import__("builtins")
     builtins.kept = [manager.view(handle, 0), handle.key_cache(0).segments, handle, manager]
     builtins.kept.append(builtins.kept)
+
+
+def use_everything(manager):
+    """Everything that makes objects, once."""
+    with start(manager, PROMPT, "chat", cache_salt="salt", extra_keys={1: ["a"]}) as handle:
+        fork = manager.fork(handle, "fork")
+        clone = fork.clone_handle()
+        manager.extend(fork, 3)
+        manager.write_many(0, [fork, handle], [0, 0], *rows_of([1, 2]))
+        manager.truncate(fork, 5)
+        with manager.view(handle, 0) as span:
+            [(piece.keys, piece.value_view) for piece in span]
+        keys, values = handle.kv_cache(1)
+        keys.segments, values.numpy(), np.asarray(keys)
+        handle.block_table = handle.block_table
+        handle.tokens, handle.stats(), repr(handle), repr(span), repr(keys), clone.block_table
+        manager.read_range(fork, 0)
+        manager.stats(), manager.inspect().blocks, manager.leak_report().sequences, repr(manager)
+        manager.free_request("fork")
+    caches = [kvspan.LayerKvCache(kvspan.KVCacheConfig(4, HEADS, DIM)) for _ in range(2)]
+    with kvspan.ContiguousKvCacheHandle(caches) as handle:
+        handle.append(0, *rows_of([1]))
+        other = handle.clone_handle()
+        other.append(1, *rows_of([1]))
+        handle.layer(0), handle.block_table, handle.key_cache(0).numpy(), handle.stats()
+
+
+def fail_everywhere(manager):
+    """Everything that raises, once."""
+    handle = start(manager, PROMPT, "chat")
+    span = manager.view(handle, 0)
+    for call, arguments in [
+        (manager.allocate, (range(100),)),
+        (manager.allocate, (PROMPT, "chat")),
+        (manager.allocate, ([1, -1],)),
+        (manager.allocate, (np.array([1.0]),)),
+        (manager.probe, ("abc",)),
+        (manager.free_request, ("talk",)),
+        (manager.view, (handle, 3)),
+        (manager.write, (handle, 0, 9, *rows_of([1, 2]))),
+        (manager.write, (handle, 0, 0, PROMPT, None)),
+        (manager.write_many, (0, [handle, handle], [0, 0], *rows_of([1, 2]))),
+        (manager.write_many, (0, [handle, None], [0, 0], *rows_of([1, 2]))),
+        (manager.commit, (handle, [1])),
+        (manager.free, (None,)),
+        (new_manager(1).free, (handle,)),
+        (manager.read_range, (handle, 0, 3, 2)),
+        (setattr, (handle, "block_table", kvspan.BlockTable(4, [9], 1))),
+        (setattr, (handle, "block_table", None)),
+        (lambda pieces: span.release(), (span.segments,)),
+        (kvspan.BlockTable, (4, [1, 1])),
+        (kvspan.ContiguousKvCacheHandle, ([None],)),
+    ]:
+        with contextlib.suppress(Exception):
+            call(*arguments)
+            pytest.fail(f"{call} worked with {arguments}")
+
+
+@isolated
+def test_number_of_objects_does_not_grow():
+    manager = new_manager(8)
+    for once in [use_everything, fail_everywhere]:
+        # A leak grows in every round, what Python keeps for itself in the first few.
+        assert min(growth(once, manager) for _ in range(8)) < 50
+        assert_nothing_leaks(manager)
 
 
 def test_many_pieces_are_seen_in_order():

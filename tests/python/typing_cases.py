@@ -10,7 +10,27 @@ import numpy as np
 import numpy.typing as npt
 
 import kvspan
-from kvspan import KVCacheConfig, KVSpan, LayerKvCache, ReservedSpan, TensorView, errors
+from kvspan import (
+    BlockCopy,
+    BlockPicture,
+    BlockTable,
+    CacheTensor,
+    ContiguousKvCacheHandle,
+    Inspection,
+    KVCacheConfig,
+    KvCacheHandle,
+    KvCacheManager,
+    KVSpan,
+    LayerKvCache,
+    LeakReport,
+    ManagerStats,
+    PagedKvCacheHandle,
+    PagedSpan,
+    ReservedSpan,
+    SequenceReport,
+    TensorView,
+    errors,
+)
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -203,3 +223,85 @@ def closed_classes() -> None:
 
 
 assert_type(kvspan.__version__, str)
+
+
+def managers(rows: Float32Array) -> None:
+    manager = KvCacheManager(
+        np.int64(8), block_size=4, dtype=np.float32, storage=True, namespace=b"llama", epoch=1
+    )
+    assert_type(manager.num_blocks, int)
+    assert_type(manager.has_storage, bool)
+    assert_type(manager.probe(np.arange(3, dtype=np.uint32)), int)
+    handle = manager.allocate([1, np.int64(2)], "chat", cache_salt="s", lookahead=3)
+    assert_type(handle, PagedKvCacheHandle)
+    manager.allocate(range(3), extra_keys={0: ["a"], 1: ["b"]})
+    manager.allocate((1, 2), extra_keys=[(0, ["a"]), (1, (b"b",))])
+    manager.allocate(array.array("i", [1]))
+    manager.allocate(Exporter())
+    assert_type(manager.extend(handle), BlockCopy | None)
+    assert_type(manager.truncate(handle, 1), BlockCopy | None)
+    assert_type(manager.fork(handle, request_id="fork"), PagedKvCacheHandle)
+    manager.write(handle, 0, 0, rows, rows)
+    manager.write_many(0, [handle], [0], rows, rows)
+    manager.write_many(0, iter([handle]), np.array([0]), rows, rows)
+    assert_type(manager.view(handle, 0, 0, None), PagedSpan)
+    assert_type(manager.read_range(handle, 0), tuple[Float32Array, Float32Array])
+    manager.read_range_into(handle, 0, 0, 1, rows, rows)
+    manager.commit(handle, [1])
+    assert_type(manager.stats(), ManagerStats)
+    assert_type(manager.stats().hit_rate, float)
+    assert_type(manager.inspect(), Inspection)
+    assert_type(manager.inspect().blocks, list[BlockPicture])
+    assert_type(manager.inspect().blocks[0].key, bytes | None)
+    assert_type(manager.leak_report(), LeakReport)
+    assert_type(manager.leak_report().sequences, list[SequenceReport])
+    assert_type(manager.leak_report().pinned_blocks, list[tuple[int, int]])
+    manager.free(handle)
+
+    KvCacheManager()  # type: ignore[call-arg]
+    KvCacheManager(8, 16)  # type: ignore[call-arg]
+    manager.allocate("tokens")  # type: ignore[arg-type]
+    manager.allocate([1.5])  # type: ignore[list-item]
+    manager.allocate([1], cache_salt=b"salt")  # type: ignore[arg-type]
+    manager.free("chat")  # type: ignore[arg-type]
+    manager.num_blocks = 3  # type: ignore[misc]
+
+
+def views_of_blocks(manager: KvCacheManager, handle: PagedKvCacheHandle) -> None:
+    with manager.view(handle, 0) as span:
+        assert_type(span, PagedSpan)
+        for piece in span:
+            assert_type(piece, KVSpan)
+        assert_type(span.segments, list[KVSpan])
+        assert_type(len(span), int)
+    with handle as same:
+        assert_type(same, PagedKvCacheHandle)
+
+
+def handles(handle: PagedKvCacheHandle, caches: list[LayerKvCache]) -> None:
+    def describe(handle: KvCacheHandle) -> str:
+        assert_type(handle.num_tokens, int)
+        assert_type(handle.kv_cache(0), tuple[Any, Any])
+        return f"{handle.num_tokens} tokens in {handle.num_layers} layers"
+
+    contiguous = ContiguousKvCacheHandle(caches)
+    describe(handle)
+    describe(contiguous)
+    describe(caches[0])  # type: ignore[arg-type]
+    assert_type(contiguous.append(0, [], []), range)  # type: ignore[arg-type]
+    assert_type(contiguous.layer(0), LayerKvCache)
+    assert_type(handle.key_cache(0), CacheTensor | None)
+    assert_type(contiguous.kv_cache(0), tuple[CacheTensor | None, CacheTensor | None])
+    assert_type(contiguous.clone_handle(), ContiguousKvCacheHandle)
+    assert_type(handle.tokens, npt.NDArray[np.uint32])
+    handle.block_table = BlockTable(4, [1], 2)
+    handle.num_tokens = 3  # type: ignore[misc]
+    KvCacheHandle()  # type: ignore[abstract]
+
+
+def tables(table: BlockTable) -> None:
+    assert_type(table.physical_blocks, list[int])
+    assert_type(table.slot_mapping(0, 3), npt.NDArray[np.int64])
+    assert_type(table.truncate(0), list[int])
+    assert_type(BlockTable.blocks_needed_for_length(3, 2), int)
+    table.block_size = 3  # type: ignore[misc]
