@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS := 1
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rust test-python test-peers peers lint format docs bench bench-peers bench-check sanitize sanitize-short build model clean
+.PHONY: help demo test test-rust test-python test-peers peers schedules lint format docs bench bench-peers bench-check sanitize sanitize-short build model clean
 
 help: ## List the commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -30,6 +30,15 @@ test-rust:
 test-python: build model
 	@echo "== Python tests"
 	$(BIN)/python -m pytest -q
+
+# A build of its own, in which a scheduler has the locks of blocks and pins; see src/sync.rs.
+schedules: export RUSTFLAGS := --cfg shuttle
+schedules: export CARGO_TARGET_DIR := target/shuttle
+schedules: export SHUTTLE_SILENCE_WARNINGS := 1
+schedules: ## Try thousands of orders of the threads that use blocks and pins (about a minute).
+	@echo "== Schedules"
+	cargo test --quiet --test schedules
+	cargo test --quiet --lib schedules
 
 test-peers: peers ## Run the tests of zero-copy exchange with PyTorch and JAX (downloads several GB).
 	$(PEERS)/bin/python -m pytest -q -rs tests/python -k "torch or jax or dlpack"

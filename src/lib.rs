@@ -14,6 +14,7 @@ mod prefix;
 #[cfg(feature = "python")]
 mod python;
 mod store;
+mod sync;
 
 pub use block::{BlockPool, BlockState, BlockTable};
 pub use config::KVCacheConfig;

@@ -14,7 +14,7 @@ const BLOCK_SIZE: usize = 2;
 /// Block ids go one beyond the pool.
 #[derive(Clone, Debug)]
 enum Op {
-    /// Looks for the full blocks of some tokens, and takes as many blocks more.
+    /// Looks for the full blocks of some tokens, and has as many blocks in the end.
     Acquire(Vec<u32>, usize),
     /// Commits a block as the last full one of some tokens.
     Commit(BlockId, Vec<u32>),
@@ -33,7 +33,7 @@ fn any_op() -> impl Strategy<Value = Op> {
     // Few different tokens, so that beginnings are often equal.
     let tokens = |len| vec(0_u32..2, len);
     prop_oneof![
-        6 => (tokens(0..8), 0_usize..3).prop_map(|(tokens, more)| Op::Acquire(tokens, more)),
+        6 => (tokens(0..8), 0_usize..6).prop_map(|(tokens, blocks)| Op::Acquire(tokens, blocks)),
         6 => (block(), tokens(2..6)).prop_map(|(block, tokens)| Op::Commit(block, tokens)),
         2 => blocks().prop_map(Op::Hold),
         6 => blocks().prop_map(Op::GiveBack),
@@ -281,8 +281,8 @@ fn name(state: BlockState) -> &'static str {
 /// Does `op` to both and compares what they return.
 fn step(cache: &mut PrefixCache, model: &mut Model, op: &Op) -> Result<(), TestCaseError> {
     match op {
-        Op::Acquire(tokens, more) => {
-            let num_blocks = tokens.len() / BLOCK_SIZE + more;
+        Op::Acquire(tokens, num_blocks) => {
+            let num_blocks = *num_blocks;
             let mut blocks = vec![id(1)];
             let hits = cache.acquire(&keys(tokens), num_blocks, &mut blocks);
             prop_assert_eq!(blocks.remove(0), id(1));

@@ -5,10 +5,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The top-level modules and their layers. A module imports from lower layers only.
-const LAYERS: [(&str, u8); 13] = [
+const LAYERS: [(&str, u8); 14] = [
     ("error", 0),
     ("ids", 0),
     ("dtype", 0),
+    ("sync", 0),
     ("config", 1),
     ("hash", 1),
     ("memory", 2),

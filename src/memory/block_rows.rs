@@ -6,14 +6,13 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use parking_lot::RwLock;
-
 use super::buffer::{Buffer, Source, Stored, Target};
 use super::pins::{PinKey, Pins};
 use crate::config::{BlockGeometry, BlockShape, Place};
 use crate::dtype::Element;
 use crate::error::{KvError, Result};
 use crate::ids::BlockId;
+use crate::sync::RwLock;
 
 /// The bytes of all blocks, block after block: `[block][layer][K or V][slot][head][dim]`.
 ///

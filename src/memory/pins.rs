@@ -1,12 +1,12 @@
 //! The ranges that must not change while views of them live.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
-use parking_lot::{Condvar, Mutex};
 use slab::Slab;
 
 use super::deadline::Deadline;
+use crate::sync::{AtomicUsize, Condvar, Mutex};
 
 /// A register of pinned row ranges.
 ///
@@ -119,5 +119,36 @@ impl Register {
                 - ends.partition_point(|&end| end <= range.start);
             (pins > 0).then_some((range, pins))
         })
+    }
+}
+
+#[cfg(all(test, shuttle))]
+mod schedules {
+    use std::sync::Arc;
+
+    use shuttle::thread;
+
+    use super::*;
+
+    #[test]
+    fn who_waits_for_pins_is_told_when_the_last_one_goes() {
+        shuttle::check_random(
+            || {
+                let pins = Arc::new(Pins::default());
+                let unpins = [0..2, 1..3, 5..6].map(|range| {
+                    let (pins, key) = (Arc::clone(&pins), pins.pin(range));
+                    move || pins.unpin(&key)
+                });
+                let threads = unpins.map(thread::spawn);
+                let ranges = std::iter::once(1..4);
+                assert_eq!(pins.wait_until_clear(&ranges, &(1..4), Deadline::Never), None);
+                assert_eq!(pins.conflict(ranges, &(1..4)), None);
+                for thread in threads {
+                    thread.join().expect("it is well");
+                }
+                assert_eq!(pins.conflict(std::iter::once(0..9), &(0..9)), None);
+            },
+            2_000,
+        );
     }
 }

@@ -3,9 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-
-use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::atomic::Ordering;
 
 use super::Store;
 use super::report::BlockCopy;
@@ -15,6 +13,7 @@ use crate::dtype::Element;
 use crate::error::{KvError, Result};
 use crate::ids::{BlockId, serial_number};
 use crate::memory::{BlockSlots, PinnedBlockRows};
+use crate::sync::{AtomicBool, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// The blocks of one sequence, until it is closed or dropped, or freed by its name.
 ///

@@ -15,8 +15,6 @@ mod state;
 
 use std::sync::Arc;
 
-use parking_lot::{Mutex, MutexGuard};
-
 pub(crate) use lease::{Entered, Growth, Lease, PinnedBlocks, Want, close_many};
 pub use report::{BlockCopy, BlockPicture, Inspection, LeakReport, ManagerStats, SequenceReport};
 
@@ -27,6 +25,7 @@ use crate::hash::BlockKey;
 use crate::ids::BlockId;
 use crate::memory::BlockRows;
 use crate::prefix::{Duplicates, PrefixCache};
+use crate::sync::{Mutex, MutexGuard};
 use lease::Fence;
 use state::{Grant, Opened, State};
 
