@@ -41,6 +41,12 @@ impl DType {
         }
     }
 
+    /// What copies are made of; see [`Element::Number`].
+    #[cfg(feature = "python")]
+    pub(crate) const fn of_copies(self) -> Self {
+        if self.has_scales() { Self::F32 } else { self }
+    }
+
     /// Whether the elements of a head are multiplied by a scale; see [`Element::Scale`].
     pub const fn has_scales(self) -> bool {
         matches!(self, Self::I8)

@@ -280,8 +280,8 @@ pub enum KvError {
         num_layers: usize,
     },
 
-    /// The caches of a model's layers do not have the same shape.
-    #[error("layer {layer} does not have the shape of layer 0")]
+    /// The caches of a model's layers do not have the same shape, or not the same element type.
+    #[error("layer {layer} does not have the shape and element type of layer 0")]
     LayersDiffer {
         /// The first layer that differs.
         layer: usize,

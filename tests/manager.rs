@@ -668,7 +668,10 @@ fn the_errors_read_well() {
     let name = || "a".to_owned();
     for (error, text) in [
         (KvError::LayerOutOfRange { layer: 2, num_layers: 2 }, "there is no layer 2: there are 2"),
-        (KvError::LayersDiffer { layer: 1 }, "layer 1 does not have the shape of layer 0"),
+        (
+            KvError::LayersDiffer { layer: 1 },
+            "layer 1 does not have the shape and element type of layer 0",
+        ),
         (
             KvError::CountMismatch { what: "positions", given: 1, wanted: 2 },
             "got 1 positions, but there are 2 sequences",

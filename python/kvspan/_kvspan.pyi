@@ -62,9 +62,13 @@ class _ExportsBuffer:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 _R = TypeVar("_R")
+# Of the element type that the cache was made for.
+_Array: TypeAlias = npt.NDArray[Any]
 _Float32Array: TypeAlias = npt.NDArray[np.float32]
-# What holds float32 elements in C order. Element type, shape and order are checked at run time.
-_Float32Memory: TypeAlias = _Float32Array | Buffer | _SupportsDLPack
+# What holds elements in C order. Element type, shape and order are checked at run time.
+_Memory: TypeAlias = _Array | Buffer | _SupportsDLPack
+# "float32", "float16", "bfloat16" or "int8", or what NumPy or ml_dtypes calls it.
+_DType: TypeAlias = str | np.dtype[Any] | type[np.generic]
 # Seconds.
 _Timeout: TypeAlias = SupportsFloat | SupportsIndex | None
 _Indices: TypeAlias = npt.NDArray[np.integer[Any]] | Sequence[SupportsIndex]
@@ -83,7 +87,7 @@ class KVCacheConfig:
         max_tokens_per_seq: SupportsIndex = 8192,
         num_heads: SupportsIndex = 4,
         hidden_dim_per_head: SupportsIndex = 64,
-        dtype: str | np.dtype[np.float32] | type[np.float32] = "float32",
+        dtype: _DType = "float32",
     ) -> Self: ...
     @property
     def max_tokens_per_seq(self) -> int:
@@ -132,8 +136,8 @@ class LayerKvCache:
     def write_kv(
         self,
         token_idx: SupportsIndex,
-        keys: _Float32Memory,
-        values: _Float32Memory,
+        keys: _Memory,
+        values: _Memory,
         *,
         timeout: _Timeout = None,
     ) -> None:
@@ -141,7 +145,7 @@ class LayerKvCache:
     @overload
     def write_kv_batch(
         self,
-        token_idxs: Iterable[tuple[SupportsIndex, _Float32Memory, _Float32Memory]],
+        token_idxs: Iterable[tuple[SupportsIndex, _Memory, _Memory]],
         keys: None = None,
         values: None = None,
         *,
@@ -152,12 +156,12 @@ class LayerKvCache:
     def write_kv_batch(
         self,
         token_idxs: _Indices,
-        keys: _Float32Memory,
-        values: _Float32Memory,
+        keys: _Memory,
+        values: _Memory,
         *,
         timeout: _Timeout = None,
     ) -> None: ...
-    def append(self, keys: _Float32Memory, values: _Float32Memory) -> range:
+    def append(self, keys: _Memory, values: _Memory) -> range:
         """Adds tokens at the end."""
     def reserve(self, num_tokens: SupportsIndex) -> ReservedSpan:
         """Takes the next rows to compute into."""
@@ -167,9 +171,7 @@ class LayerKvCache:
         """Makes the cache empty."""
     def view(self, start: SupportsIndex = 0, end: SupportsIndex | None = None) -> KVSpan:
         """Returns a view of the tokens."""
-    def with_read_kv(
-        self, token_idx: SupportsIndex, f: Callable[[_Float32Array, _Float32Array], _R]
-    ) -> _R:
+    def with_read_kv(self, token_idx: SupportsIndex, f: Callable[[_Array, _Array], _R]) -> _R:
         """Calls ``f(keys, values)`` with one token."""
     def with_read_range(
         self, start_token: SupportsIndex, end_token: SupportsIndex, f: Callable[[KVSpan], _R]
@@ -179,15 +181,13 @@ class LayerKvCache:
         self,
         start_token: SupportsIndex,
         end_token: SupportsIndex,
-        keys_out: _Float32Memory,
-        values_out: _Float32Memory,
+        keys_out: _Memory,
+        values_out: _Memory,
     ) -> None:
         """Copies tokens to the start of two arrays."""
-    def read_kv(self, token_idx: SupportsIndex) -> tuple[_Float32Array, _Float32Array]:
+    def read_kv(self, token_idx: SupportsIndex) -> tuple[_Array, _Array]:
         """Returns copies of one token's keys and values."""
-    def read_range(
-        self, start: SupportsIndex, end: SupportsIndex
-    ) -> tuple[_Float32Array, _Float32Array]:
+    def read_range(self, start: SupportsIndex, end: SupportsIndex) -> tuple[_Array, _Array]:
         """Returns copies of the tokens' keys and values."""
     def is_empty(self) -> bool:
         """Returns true if no tokens are stored."""
@@ -202,17 +202,26 @@ class KVSpan:
     """A view of tokens, which do not change while it lives."""
 
     @property
-    def keys(self) -> _Float32Array:
+    def keys(self) -> _Array:
         """The keys: a read-only array [tokens, num_heads, head_dim]."""
     @property
-    def values(self) -> _Float32Array:
+    def values(self) -> _Array:
         """The values: a read-only array [tokens, num_heads, head_dim]."""
+    @property
+    def key_scales(self) -> _Float32Array | None:
+        """What the heads of int8 keys are multiplied by: a read-only array [tokens, num_heads]."""
+    @property
+    def value_scales(self) -> _Float32Array | None:
+        """What the heads of int8 values are multiplied by."""
     @property
     def key_view(self) -> TensorView:
         """The keys as an exporter for other libraries."""
     @property
     def value_view(self) -> TensorView:
         """The values as an exporter for other libraries."""
+    @property
+    def dtype(self) -> str:
+        """Name of the element type."""
     @property
     def start(self) -> int:
         """Position of the first token in the cache."""
@@ -239,17 +248,26 @@ class ReservedSpan:
     """Rows past the length of a cache, to compute keys and values into."""
 
     @property
-    def keys(self) -> _Float32Array:
+    def keys(self) -> _Array:
         """The keys to write: an array [tokens, num_heads, head_dim]."""
     @property
-    def values(self) -> _Float32Array:
+    def values(self) -> _Array:
         """The values to write: an array [tokens, num_heads, head_dim]."""
+    @property
+    def key_scales(self) -> _Float32Array | None:
+        """What the heads of int8 keys are multiplied by: a array [tokens, num_heads]."""
+    @property
+    def value_scales(self) -> _Float32Array | None:
+        """What the heads of int8 values are multiplied by."""
     @property
     def key_view(self) -> TensorView:
         """The keys as an exporter for other libraries."""
     @property
     def value_view(self) -> TensorView:
         """The values as an exporter for other libraries."""
+    @property
+    def dtype(self) -> str:
+        """Name of the element type."""
     @property
     def start(self) -> int:
         """Position that the first row will have."""
@@ -317,7 +335,7 @@ class KvCacheManager:
         num_layers: SupportsIndex = 1,
         num_kv_heads: SupportsIndex = 4,
         head_dim: SupportsIndex = 64,
-        dtype: str | np.dtype[np.float32] | type[np.float32] = "float32",
+        dtype: _DType = "float32",
         storage: bool = True,
         prefix_caching: bool = True,
         merge_duplicates: bool = True,
@@ -386,8 +404,8 @@ class KvCacheManager:
         handle: PagedKvCacheHandle,
         layer: SupportsIndex,
         position: SupportsIndex,
-        keys: _Float32Memory,
-        values: _Float32Memory,
+        keys: _Memory,
+        values: _Memory,
     ) -> None:
         """Writes tokens of a sequence in one layer."""
     def write_many(
@@ -395,8 +413,8 @@ class KvCacheManager:
         layer: SupportsIndex,
         handles: Iterable[PagedKvCacheHandle],
         positions: _Indices,
-        keys: _Float32Memory,
-        values: _Float32Memory,
+        keys: _Memory,
+        values: _Memory,
     ) -> None:
         """Writes one token of each of many sequences in one layer."""
     def view(
@@ -413,7 +431,7 @@ class KvCacheManager:
         layer: SupportsIndex,
         start: SupportsIndex = 0,
         end: SupportsIndex | None = None,
-    ) -> tuple[_Float32Array, _Float32Array]:
+    ) -> tuple[_Array, _Array]:
         """Returns copies of the tokens' keys and values."""
     def read_range_into(
         self,
@@ -421,8 +439,8 @@ class KvCacheManager:
         layer: SupportsIndex,
         start: SupportsIndex,
         end: SupportsIndex,
-        keys_out: _Float32Memory,
-        values_out: _Float32Memory,
+        keys_out: _Memory,
+        values_out: _Memory,
     ) -> None:
         """Copies tokens to the start of two arrays."""
     def commit(self, handle: PagedKvCacheHandle, tokens: _Ids) -> None:
@@ -503,7 +521,7 @@ class ContiguousKvCacheHandle(KvCacheHandle):  # it is registered with it
     """One sequence in one layer cache a layer."""
 
     def __new__(cls, layers: Iterable[LayerKvCache]) -> Self: ...
-    def append(self, layer: SupportsIndex, keys: _Float32Memory, values: _Float32Memory) -> range:
+    def append(self, layer: SupportsIndex, keys: _Memory, values: _Memory) -> range:
         """Adds tokens to one layer."""
     def layer(self, layer: SupportsIndex) -> LayerKvCache:
         """Returns the cache of a layer."""
@@ -563,12 +581,15 @@ class CacheTensor:
     def num_segments(self) -> int:
         """Number of pieces."""
     @property
-    def segments(self) -> list[_Float32Array]:
+    def segments(self) -> list[_Array]:
         """The pieces in order."""
+    @property
+    def scales(self) -> list[_Float32Array] | None:
+        """What the heads of int8 pieces are multiplied by."""
     @property
     def released(self) -> bool:
         """Whether the tensor is over."""
-    def numpy(self) -> _Float32Array:
+    def numpy(self) -> _Array:
         """Returns one array."""
     def release(self) -> None:
         """Ends the tensor now."""

@@ -212,7 +212,7 @@ class LayerOutOfRangeError(KvCacheError, IndexError):
 
 
 class LayersDifferError(KvCacheError, ValueError):
-    """The cache of layer ``layer`` does not have the shape, or the capacity, of that of layer 0."""
+    """The cache of layer ``layer`` has another shape, capacity or element type than that of layer 0."""
 
     _fields = ("layer",)
     layer: int

@@ -119,9 +119,10 @@ impl<T: Element> ReservedSpan<T> {
         KVSpan::new(self.rows.geometry().token_shape(), self.range(), self.rows.stored())
     }
 
-    /// Where the keys and the values are, for whoever shares this object to read and write.
+    /// Where the keys and the values are, and their scales, for whoever shares this object to read and
+    /// write.
     #[cfg(feature = "python")]
-    pub(crate) fn pointers(&self) -> [NonNull<T>; 2] {
+    pub(crate) fn pointers(&self) -> [(NonNull<T>, NonNull<T::Scale>); 2] {
         self.rows.pointers()
     }
 

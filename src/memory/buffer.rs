@@ -11,6 +11,8 @@ use bytemuck::Pod;
 use memmap2::{MmapMut, MmapRaw};
 
 use crate::config::Place;
+#[cfg(feature = "python")]
+use crate::dtype::DType;
 use crate::dtype::{Element, Transfer, largest};
 use crate::error::{KvError, Result};
 
@@ -164,10 +166,12 @@ impl Buffer {
         unsafe { self.bytes.add(offset) }.cast()
     }
 
-    /// The address of the elements of some rows, for use while the caller's claim on them lasts.
+    /// The addresses of the elements and of the scales of some rows, for use while the caller's claim
+    /// on them lasts.
     #[cfg(feature = "python")]
-    pub(super) fn pointer<T: Element>(&self, place: &Place) -> NonNull<T> {
-        self.at(place.data_at, place.num_elements)
+    pub(super) fn pointer<T: Element>(&self, place: &Place) -> (NonNull<T>, NonNull<T::Scale>) {
+        let data = self.at(place.data_at, place.num_elements);
+        (data, self.at(place.scales_at, place.num_scales))
     }
 
     /// Borrows rows.
@@ -445,13 +449,20 @@ impl<'a, T: Element> Source<'a, T> {
         Self::Stored { data, scales: Run::from([].as_slice()) }
     }
 
+    /// Elements of `dtype`, which is `T`'s if that has no scales, or that of `f32`.
+    ///
     /// # Safety
     ///
-    /// `elements` is aligned and readable for `len` elements during the lifetime of the result.
+    /// `elements` is aligned and readable for `len` of them during the lifetime of the result.
     #[cfg(feature = "python")]
-    pub(crate) unsafe fn from_raw(elements: NonNull<T>, len: usize) -> Self {
-        // SAFETY: the caller's promise.
-        Self::without_scales(unsafe { Run::from_raw(elements, len) })
+    pub(crate) unsafe fn from_raw(dtype: DType, elements: NonNull<u8>, len: usize) -> Self {
+        if dtype == T::DTYPE && !dtype.has_scales() {
+            // SAFETY: the caller's promise.
+            return Self::without_scales(unsafe { Run::from_raw(elements.cast(), len) });
+        }
+        assert!(dtype == DType::F32, "other types do not go into the cache");
+        // SAFETY: likewise.
+        Self::Numbers(unsafe { Run::from_raw(elements.cast(), len) })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -509,12 +520,18 @@ impl<'a, T: Element> Target<'a, T> {
         }
     }
 
+    /// Room for elements of `dtype`, which is `T`'s if that has no scales, or that of `f32`.
+    ///
     /// # Safety
     ///
-    /// `elements` is aligned and writable for `len` elements during the lifetime of the result.
+    /// `elements` is aligned and writable for `len` of them during the lifetime of the result.
     #[cfg(feature = "python")]
-    pub(crate) unsafe fn from_raw(elements: NonNull<T>, len: usize) -> Self {
-        Self::Stored(Space { values: elements, len, _owner: PhantomData })
+    pub(crate) unsafe fn from_raw(dtype: DType, elements: NonNull<u8>, len: usize) -> Self {
+        if dtype == T::DTYPE && !dtype.has_scales() {
+            return Self::Stored(Space { values: elements.cast(), len, _owner: PhantomData });
+        }
+        assert!(dtype == DType::F32, "the cache does not give other types");
+        Self::Numbers(Space { values: elements.cast(), len, _owner: PhantomData })
     }
 
     pub(crate) fn len(&self) -> usize {

@@ -565,11 +565,13 @@ impl<T: Element> ReservedRows<T> {
         unsafe { self.rows.stored(&self.range) }
     }
 
-    /// Where the keys and the values are, for whoever shares this object to read and write. Whoever
-    /// uses them makes no slices of the same rows meanwhile.
+    /// Where the keys and the values are, and their scales, for whoever shares this object to read and
+    /// write. Whoever uses them makes no slices of the same rows meanwhile.
     #[cfg(feature = "python")]
-    pub(crate) fn pointers(&self) -> [NonNull<T>; 2] {
-        let Some(buffer) = self.rows.buffer.get() else { return [NonNull::dangling(); 2] };
+    pub(crate) fn pointers(&self) -> [(NonNull<T>, NonNull<T::Scale>); 2] {
+        let Some(buffer) = self.rows.buffer.get() else {
+            return [(NonNull::dangling(), NonNull::dangling()); 2];
+        };
         self.rows.geometry.places(&self.range).map(|place| buffer.pointer(&place))
     }
 

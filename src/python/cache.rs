@@ -6,7 +6,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyRange, PyTuple};
 
-use super::buffer::{Foreign, Lease, Opened, Room, Side, Tokens, Wanted, new_array};
+use super::buffer::{Foreign, Lease, Opened, Room, Side, Tokens, Values, Wanted, new_array};
 use super::config::PyKVCacheConfig;
 use super::convert::{NumTokens, Seconds, in_entry, positions_of, push};
 use super::error::InvalidInputError;
@@ -14,7 +14,9 @@ use super::fork::{self, ProcessLocal};
 use super::patience;
 use super::reserved::{PyReservedSpan, positions};
 use super::span::PyKVSpan;
-use crate::layer::{LayerKvCache, PinnedSpan};
+use super::typed::{AnyLayerKvCache, AnyPinnedSpan, each, of_dtype, same_for_each};
+use crate::dtype::Element;
+use crate::layer::LayerKvCache;
 use crate::memory::RowWrite;
 
 /// The keys and values of one sequence in one transformer layer, in one pre-allocated buffer.
@@ -26,9 +28,15 @@ use crate::memory::RowWrite;
 /// all). No wait holds the interpreter, and Ctrl-C ends every
 /// wait. After any exception the cache is as it was.
 ///
-/// Keys and values are C-contiguous float32: NumPy arrays, any other buffer, or DLPack exporters
-/// such as PyTorch tensors. One token is [num_heads, head_dim] or flat; many are
+/// Keys and values are C-contiguous: NumPy arrays, any other buffer, or DLPack exporters such as
+/// PyTorch tensors. One token is [num_heads, head_dim] or flat; many are
 /// [tokens, num_heads, head_dim] or [tokens, num_heads * head_dim].
+///
+/// They have the dtype of the cache, and are copied as they are, or float32, and are rounded to
+/// nearest, ties to even, while they are copied. bfloat16 is that of ml_dtypes, PyTorch or JAX. A
+/// cache of int8 takes float32 alone, and finds a scale for each head of a token: its largest
+/// magnitude divided by 127; infinity and NaN are refused. ``read_kv``, ``read_range`` and
+/// ``read_range_into`` give float32 of int8; views give the int8 and the scales.
 ///
 /// An empty cache is false, as an empty list is: ask ``cache is None`` for a missing one.
 ///
@@ -54,44 +62,52 @@ use crate::memory::RowWrite;
 #[derive(Debug)]
 pub(super) struct PyLayerKvCache {
     config: PyKVCacheConfig,
-    cache: ProcessLocal<LayerKvCache>,
+    cache: ProcessLocal<AnyLayerKvCache>,
 }
 
 impl PyLayerKvCache {
-    pub(super) fn with_cache(config: PyKVCacheConfig, cache: LayerKvCache) -> Self {
+    pub(super) fn with_cache(config: PyKVCacheConfig, cache: AnyLayerKvCache) -> Self {
         Self { config, cache: ProcessLocal::new(cache) }
     }
 
-    pub(super) fn parts(&self) -> PyResult<(PyKVCacheConfig, &LayerKvCache)> {
+    pub(super) fn parts(&self) -> PyResult<(PyKVCacheConfig, &AnyLayerKvCache)> {
         Ok((self.config, self.cache.get()?))
     }
 
     /// Heads and elements of a head.
-    fn dims(&self) -> (usize, usize) {
-        (self.config.config.num_heads, self.config.config.hidden_dim_per_head)
+    fn dims(&self) -> [usize; 2] {
+        [self.config.config.num_heads, self.config.config.hidden_dim_per_head]
     }
 
     /// Bytes of the keys and the values of so many tokens.
     fn nbytes_of(&self, num_tokens: usize) -> usize {
-        num_tokens.saturating_mul(2 * self.config.config.token_width() * size_of::<f32>())
+        let itemsize = self.config.dtype.itemsize();
+        num_tokens.saturating_mul(2 * self.config.config.token_width() * itemsize)
     }
 
     /// Bytes from the length to `end`, which a call may have to zero.
     fn nbytes_up_to(&self, end: usize) -> PyResult<usize> {
-        Ok(self.nbytes_of(end.saturating_sub(self.cache.get()?.len())))
+        Ok(self.nbytes_of(end.saturating_sub(self.len()?)))
+    }
+
+    fn len(&self) -> PyResult<usize> {
+        let cache = self.cache.get()?;
+        Ok(each!(cache, cache => cache.len()))
     }
 
     fn wanted(&self, tokens: Tokens) -> [Wanted; 2] {
-        let (heads, dim) = self.dims();
-        ["keys", "values"].map(|name| Wanted { name, tokens, heads, dim })
+        let (dtype, [heads, dim]) = (self.config.dtype, self.dims());
+        ["keys", "values"].map(|name| Wanted { name, dtype, tokens, heads, dim })
     }
 
-    fn pin(&self, py: Python<'_>, start: usize, end: Option<usize>) -> PyResult<PinnedSpan> {
+    fn pin(&self, py: Python<'_>, start: usize, end: Option<usize>) -> PyResult<AnyPinnedSpan> {
         let cache = self.cache.get()?;
-        patience::run(py, 0, None, |patience| cache.pin_until(start, end, patience.deadline))
+        patience::run(py, 0, None, |patience| {
+            Ok(same_for_each!(cache, cache => cache.pin_until(start, end, patience.deadline)?))
+        })
     }
 
-    fn pin_token(&self, py: Python<'_>, token_idx: NumTokens) -> PyResult<PinnedSpan> {
+    fn pin_token(&self, py: Python<'_>, token_idx: NumTokens) -> PyResult<AnyPinnedSpan> {
         self.pin(py, token_idx.0, Some(token_idx.0.saturating_add(1)))
     }
 
@@ -104,12 +120,21 @@ impl PyLayerKvCache {
     ) -> PyResult<Bound<'py, PyTuple>> {
         // Before there is an attempt to allocate as much. It is not pinned, so that to read it keeps
         // nobody from changing it.
-        self.cache.get()?.check_stored(range.start, range.end)?;
-        let (keys, values) = (new_array(py, axes)?, new_array(py, axes)?);
-        let names = ["keys", "values"];
-        let (keys_room, values_room) = Room::pair([&keys, &values], names, self.dims())?;
+        let cache = self.cache.get()?;
+        each!(cache, cache => cache.check_stored(range.start, range.end))?;
+        let dtype = self.config.dtype.of_copies();
+        let (keys, values) = (new_array(py, dtype, axes)?, new_array(py, dtype, axes)?);
+        let (keys_room, values_room) = self.room([&keys, &values], ["keys", "values"])?;
         self.copy_out(py, range, &keys_room, &values_room)?;
         PyTuple::new(py, [&keys, &values])
+    }
+
+    fn room<'a, 'py>(
+        &self,
+        objects: [&'a Bound<'py, PyAny>; 2],
+        names: [&'static str; 2],
+    ) -> PyResult<(Room<'a, 'py>, Room<'a, 'py>)> {
+        Room::pair(objects, names, self.config.dtype, self.dims())
     }
 
     fn copy_out(
@@ -121,9 +146,12 @@ impl PyLayerKvCache {
     ) -> PyResult<()> {
         let cache = self.cache.get()?;
         let nbytes = self.nbytes_of(range.len());
-        let (keys, values) = (keys.target(), values.target());
+        let (keys, values) = (keys.values(), values.values());
         patience::run(py, nbytes, None, |patience| {
-            cache.copy_out_until(range.clone(), &keys, &values, patience.deadline)
+            let (range, deadline) = (range.clone(), patience.deadline);
+            each!(cache, cache => {
+                cache.copy_out_until(range, &keys.target(), &values.target(), deadline)
+            })
         })
     }
 
@@ -157,15 +185,8 @@ impl PyLayerKvCache {
                 looked.map_err(|error| in_entry(py, index, error))
             })
             .collect::<PyResult<Vec<_>>>()?;
-        let writes: Vec<_> = rows
-            .iter()
-            .map(|(at, keys, values)| RowWrite {
-                at: *at,
-                rows: 1,
-                keys: keys.source(),
-                values: values.source(),
-            })
-            .collect();
+        let writes: Vec<_> =
+            rows.iter().map(|(at, keys, values)| (*at, keys.values(), values.values())).collect();
         let nbytes = rows.iter().map(|(_, keys, values)| keys.nbytes() + values.nbytes()).sum();
         self.write_batch(py, &writes, nbytes, timeout)
     }
@@ -194,12 +215,7 @@ impl PyLayerKvCache {
         let writes: Vec<_> = tokens
             .into_iter()
             .enumerate()
-            .map(|(row, at)| RowWrite {
-                at,
-                rows: 1,
-                keys: keys.token(row, width),
-                values: values.token(row, width),
-            })
+            .map(|(row, at)| (at, keys.token(row, width), values.token(row, width)))
             .collect();
         self.write_batch(py, &writes, keys.nbytes() + values.nbytes(), timeout)
     }
@@ -207,16 +223,19 @@ impl PyLayerKvCache {
     fn write_batch(
         &self,
         py: Python<'_>,
-        writes: &[RowWrite<'_, f32>],
+        writes: &[(usize, Values<'_>, Values<'_>)],
         nbytes: usize,
         timeout: Option<Seconds>,
     ) -> PyResult<()> {
         let cache = self.cache.get()?;
-        let end = writes.iter().map(|write| write.at.saturating_add(1)).max().unwrap_or(0);
+        let end = writes.iter().map(|(at, ..)| at.saturating_add(1)).max().unwrap_or(0);
         let nbytes = nbytes.max(self.nbytes_up_to(end)?);
-        patience::run(py, nbytes, timeout.map(|timeout| timeout.0), |patience| {
-            cache.write_batch(writes.iter().copied(), patience)
-        })
+        patience::run(
+            py,
+            nbytes,
+            timeout.map(|timeout| timeout.0),
+            |patience| each!(cache, cache => cache.write_batch(writes.iter().map(row_write), patience)),
+        )
     }
 }
 
@@ -227,7 +246,8 @@ impl PyLayerKvCache {
     fn new(config: Option<PyKVCacheConfig>) -> PyResult<Self> {
         fork::check_process()?;
         let config = config.unwrap_or_default();
-        Ok(Self::with_cache(config, LayerKvCache::new(config.config)))
+        let cache = of_dtype!(config.dtype, T => LayerKvCache::<T>::with_element(config.config));
+        Ok(Self::with_cache(config, cache))
     }
 
     // Writing
@@ -241,10 +261,13 @@ impl PyLayerKvCache {
     /// length would move while a reservation is open.
     fn initialize(&self, py: Python<'_>, seq_len: NumTokens) -> PyResult<()> {
         let cache = self.cache.get()?;
-        let nbytes = self.nbytes_up_to(seq_len.0.min(cache.capacity()))?;
-        patience::run(py, nbytes, None, |patience| {
-            cache.initialize_until(seq_len.0, patience.deadline)
-        })
+        let nbytes = self.nbytes_up_to(seq_len.0.min(self.capacity()))?;
+        patience::run(
+            py,
+            nbytes,
+            None,
+            |patience| each!(cache, cache => cache.initialize_until(seq_len.0, patience.deadline)),
+        )
     }
 
     /// Writes one token's keys and values at `token_idx`.
@@ -266,11 +289,13 @@ impl PyLayerKvCache {
     ) -> PyResult<()> {
         let (keys, values) = Foreign::pair([keys, values], self.wanted(Tokens::One))?;
         let cache = self.cache.get()?;
-        let gap = self.nbytes_of(token_idx.0.saturating_sub(cache.len()));
+        let gap = self.nbytes_up_to(token_idx.0)?;
         let (nbytes, timeout) = (gap.max(2 * keys.nbytes()), timeout.map(|timeout| timeout.0));
-        let (keys, values) = (keys.source(), values.source());
+        let (keys, values) = (keys.values(), values.values());
         patience::run(py, nbytes, timeout, |patience| {
-            cache.write_row(token_idx.0, keys, values, patience)
+            each!(cache, cache => {
+                cache.write_row(token_idx.0, keys.source(), values.source(), patience)
+            })
         })
     }
 
@@ -315,9 +340,11 @@ impl PyLayerKvCache {
         let (keys, values) = Foreign::pair([keys, values], self.wanted(Tokens::Any))?;
         let cache = self.cache.get()?;
         let nbytes = keys.nbytes() + values.nbytes();
-        let (keys, values) = (keys.source(), values.source());
+        let (keys, values) = (keys.values(), values.values());
         let range = patience::run(py, nbytes, None, |patience| {
-            cache.append_until(keys, values, patience.deadline)
+            each!(cache, cache => {
+                cache.append_until(keys.source(), values.source(), patience.deadline)
+            })
         })?;
         positions(py, &range)
     }
@@ -329,7 +356,9 @@ impl PyLayerKvCache {
         let cache = self.cache.get()?;
         let nbytes = self.nbytes_of(num_tokens.0);
         let reserved = patience::run(py, nbytes, None, |patience| {
-            cache.reserve_until(num_tokens.0, patience.deadline)
+            Ok(same_for_each!(cache, cache => {
+                cache.reserve_until(num_tokens.0, patience.deadline)?
+            }))
         })?;
         PyReservedSpan::new(py, reserved)
     }
@@ -346,9 +375,12 @@ impl PyLayerKvCache {
         timeout: Option<Seconds>,
     ) -> PyResult<()> {
         let cache = self.cache.get()?;
-        patience::run(py, 0, timeout.map(|timeout| timeout.0), |patience| {
-            cache.truncate_with(new_len.0, patience)
-        })
+        patience::run(
+            py,
+            0,
+            timeout.map(|timeout| timeout.0),
+            |patience| each!(cache, cache => cache.truncate_with(new_len.0, patience)),
+        )
     }
 
     /// Makes the cache empty, and keeps the buffer for the next sequence.
@@ -421,7 +453,7 @@ impl PyLayerKvCache {
         values_out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let names = ["keys_out", "values_out"];
-        let (keys, values) = Room::pair([keys_out, values_out], names, self.dims())?;
+        let (keys, values) = self.room([keys_out, values_out], names)?;
         self.copy_out(py, start_token.0..end_token.0, &keys, &values)
     }
 
@@ -429,7 +461,7 @@ impl PyLayerKvCache {
     ///
     /// Raises OutOfRangeError if the token is not stored.
     fn read_kv<'py>(&self, py: Python<'py>, token_idx: NumTokens) -> PyResult<Bound<'py, PyTuple>> {
-        let (heads, dim) = self.dims();
+        let [heads, dim] = self.dims();
         let range = token_idx.0..token_idx.0.saturating_add(1);
         self.copies(py, range, &[heads, dim])
     }
@@ -444,7 +476,7 @@ impl PyLayerKvCache {
         start: NumTokens,
         end: NumTokens,
     ) -> PyResult<Bound<'py, PyTuple>> {
-        let (heads, dim) = self.dims();
+        let [heads, dim] = self.dims();
         self.copies(py, start.0..end.0, &[end.0.saturating_sub(start.0), heads, dim])
     }
 
@@ -452,7 +484,7 @@ impl PyLayerKvCache {
 
     /// Returns true if no tokens are stored.
     fn is_empty(&self) -> PyResult<bool> {
-        Ok(self.cache.get()?.is_empty())
+        Ok(self.len()? == 0)
     }
 
     /// Has the system provide the whole buffer now, so that no later write pays for a page fault.
@@ -460,7 +492,12 @@ impl PyLayerKvCache {
     /// Allocates the buffer if need be, and changes no token. Raises OutOfMemoryError.
     fn prefault(&self, py: Python<'_>) -> PyResult<()> {
         let cache = self.cache.get()?;
-        patience::run(py, usize::MAX, None, |patience| cache.prefault_until(patience.deadline))
+        patience::run(
+            py,
+            usize::MAX,
+            None,
+            |patience| each!(cache, cache => cache.prefault_until(patience.deadline)),
+        )
     }
 
     /// The configuration the cache was made with.
@@ -496,11 +533,12 @@ impl PyLayerKvCache {
     /// Bytes of the buffer, keys and values together; 0 before it is allocated.
     #[getter]
     fn nbytes(&self) -> PyResult<usize> {
-        Ok(self.cache.get()?.nbytes())
+        let cache = self.cache.get()?;
+        Ok(each!(cache, cache => cache.nbytes()))
     }
 
     fn __len__(&self) -> PyResult<usize> {
-        Ok(self.cache.get()?.len())
+        self.len()
     }
 
     fn __copy__(&self) -> PyResult<Self> {
@@ -509,21 +547,28 @@ impl PyLayerKvCache {
 
     fn __deepcopy__(&self, py: Python<'_>, _memo: &Bound<'_, PyAny>) -> PyResult<Self> {
         let cache = self.cache.get()?;
-        let copy = py.detach(|| cache.deep_clone())?;
+        let copy = py.detach(|| -> crate::error::Result<_> {
+            Ok(same_for_each!(cache, cache => cache.deep_clone()?))
+        })?;
         Ok(Self::with_cache(self.config, copy))
     }
 
     fn __repr__(&self) -> String {
-        let Ok(cache) = self.cache.get() else {
+        let Ok(len) = self.len() else {
             return "LayerKvCache(made before fork())".to_owned();
         };
-        let (len, capacity) = (cache.len(), self.capacity());
-        let (heads, dim) = self.dims();
+        let (capacity, [heads, dim], dtype) = (self.capacity(), self.dims(), self.dtype());
         format!(
             "LayerKvCache(len={len}, capacity={capacity}, num_heads={heads}, head_dim={dim}, \
-             dtype='float32')"
+             dtype='{dtype}')"
         )
     }
+}
+
+fn row_write<'a, T: Element>(
+    &(at, keys, values): &(usize, Values<'a>, Values<'a>),
+) -> RowWrite<'a, T> {
+    RowWrite { at, rows: 1, keys: keys.source(), values: values.source() }
 }
 
 /// What an entry of a batch is made of: `(token_idx, keys, values)`.

@@ -25,7 +25,8 @@ use crate::dtype::{DType, bf16, f16};
 /// hidden_dim_per_head : int, default 64
 ///     Elements of one head.
 /// dtype : str or numpy.dtype, default "float32"
-///     Element type; "float32" is the only one so far.
+///     Element type: "float32", "float16", "bfloat16", or "int8" with a scale for each head of a
+///     token; see ``LayerKvCache``.
 ///
 /// Raises
 /// ------
@@ -42,7 +43,7 @@ use crate::dtype::{DType, bf16, f16};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct PyKVCacheConfig {
     pub(super) config: KVCacheConfig,
-    dtype: DType,
+    pub(super) dtype: DType,
 }
 
 #[pymethods]
@@ -153,28 +154,28 @@ impl<'py> FromPyObject<'_, 'py> for Dtype {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let py = object.py();
-        let known = [DType::F32];
-        let (name, dtype) = if let Ok(name) = object.cast::<PyString>() {
-            let name = name.to_string();
-            let dtype = known.into_iter().find(|dtype| dtype.name() == name);
-            (name, dtype)
+        let (name, is_native) = if let Ok(name) = object.cast::<PyString>() {
+            (name.to_string(), true)
         } else if object.is_none() {
-            return Err(PyTypeError::new_err("dtype must be 'float32', not None"));
+            return Err(PyTypeError::new_err(format!("dtype must be {}, not None", names())));
         } else {
-            // Compared as dtypes, since another byte order has the same name.
-            let numpy = py.import("numpy")?;
-            let given = numpy.call_method1("dtype", (object,))?;
-            let mut dtype = None;
-            for candidate in known {
-                if given.eq(numpy.call_method1("dtype", (candidate.name(),))?)? {
-                    dtype = Some(candidate);
-                }
-            }
-            (given.to_string(), dtype)
+            let given = object.py().import("numpy")?.call_method1("dtype", (object,))?;
+            let is_native = given.getattr("isnative")?.extract::<bool>()?;
+            // Another byte order has the same name, but is written in another way.
+            let name = if is_native { given.getattr("name")? } else { given };
+            (name.to_string(), is_native)
         };
+        let dtype = KNOWN.into_iter().find(|dtype| is_native && dtype.name() == name);
         dtype.map(Self).ok_or_else(|| {
-            InvalidConfigError::new_err((format!("dtype must be 'float32', but it is '{name}'"),))
+            let message = format!("dtype must be {}, but it is '{name}'", names());
+            InvalidConfigError::new_err((message,))
         })
     }
+}
+
+const KNOWN: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::I8];
+
+fn names() -> String {
+    let [all @ .., last] = KNOWN.map(|dtype| format!("'{}'", dtype.name()));
+    format!("{} or {last}", all.join(", "))
 }

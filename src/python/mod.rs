@@ -17,6 +17,7 @@ mod fork;
 mod patience;
 mod reserved;
 mod span;
+mod typed;
 
 use pyo3::prelude::*;
 

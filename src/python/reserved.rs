@@ -5,8 +5,9 @@ use std::ops::Range;
 use pyo3::prelude::*;
 use pyo3::types::PyRange;
 
-use super::buffer::{Lease, PyTensorView, Side};
-use crate::layer::ReservedSpan;
+use super::buffer::{Lease, PyTensorView, Side, Tensor};
+use super::typed::{AnyReservedSpan, each};
+use crate::dtype::DType;
 
 /// Rows past the length of a cache, to compute keys and values into.
 ///
@@ -33,12 +34,14 @@ use crate::layer::ReservedSpan;
 #[derive(Debug)]
 pub(super) struct PyReservedSpan {
     range: Range<usize>,
+    dtype: DType,
     lease: Lease,
 }
 
 impl PyReservedSpan {
-    pub(super) fn new(py: Python<'_>, reserved: ReservedSpan) -> PyResult<Self> {
-        Ok(Self { range: reserved.range(), lease: Lease::reserved(py, reserved)? })
+    pub(super) fn new(py: Python<'_>, reserved: AnyReservedSpan) -> PyResult<Self> {
+        let (range, dtype) = (each!(&reserved, reserved => reserved.range()), reserved.dtype());
+        Ok(Self { range, dtype, lease: Lease::reserved(py, reserved)? })
     }
 }
 
@@ -66,6 +69,25 @@ impl PyReservedSpan {
     #[getter]
     fn value_view(&self, py: Python<'_>) -> PyResult<PyTensorView> {
         self.lease.tensor(py, Side::Values).map(PyTensorView::new)
+    }
+
+    /// What the heads of the keys are multiplied by: a NumPy array of float32 [tokens, num_heads] to
+    /// write, zero to begin with. None unless the cache is one of int8.
+    #[getter]
+    fn key_scales<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.lease.scales(py, Side::Keys)?.map(Tensor::into_array).transpose()
+    }
+
+    /// What the heads of the values are multiplied by, as ``key_scales``.
+    #[getter]
+    fn value_scales<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.lease.scales(py, Side::Values)?.map(Tensor::into_array).transpose()
+    }
+
+    /// Name of the element type, as NumPy spells it.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.dtype.name()
     }
 
     /// Position that the first row will have.
@@ -131,8 +153,8 @@ impl PyReservedSpan {
 
     fn __repr__(&self) -> String {
         let Range { start, end } = self.range;
-        let ended = if self.lease.is_over() { ", ended" } else { "" };
-        format!("ReservedSpan(start={start}, end={end}, dtype='float32'{ended})")
+        let (dtype, ended) = (self.dtype.name(), if self.lease.is_over() { ", ended" } else { "" });
+        format!("ReservedSpan(start={start}, end={end}, dtype='{dtype}'{ended})")
     }
 }
 

@@ -5,8 +5,9 @@ use std::ops::Range;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use super::buffer::{Lease, PyTensorView, Side};
-use crate::layer::PinnedSpan;
+use super::buffer::{Lease, PyTensorView, Side, Tensor};
+use super::typed::{AnyPinnedSpan, each};
+use crate::dtype::DType;
 
 /// A view of tokens: keys and values where they lie, which do not change while the view lives.
 ///
@@ -32,23 +33,26 @@ pub(super) struct PyKVSpan {
     range: Range<usize>,
     num_heads: usize,
     head_dim: usize,
+    dtype: DType,
     lease: Lease,
 }
 
 impl PyKVSpan {
-    pub(super) fn new(py: Python<'_>, pinned: PinnedSpan) -> PyResult<Self> {
-        let (num_heads, head_dim) = (pinned.num_heads(), pinned.head_dim());
-        let range = pinned.range();
-        Ok(Self { range, num_heads, head_dim, lease: Lease::pinned(py, pinned)? })
+    pub(super) fn new(py: Python<'_>, pinned: AnyPinnedSpan) -> PyResult<Self> {
+        let dtype = pinned.dtype();
+        let (range, num_heads, head_dim) =
+            each!(&pinned, pinned => (pinned.range(), pinned.num_heads(), pinned.head_dim()));
+        Ok(Self { range, num_heads, head_dim, dtype, lease: Lease::pinned(py, pinned)? })
     }
 
     /// The piece of a sequence that lies in one block.
     pub(super) fn of_piece(
         range: Range<usize>,
         [num_heads, head_dim]: [usize; 2],
+        dtype: DType,
         lease: Lease,
     ) -> Self {
-        Self { range, num_heads, head_dim, lease }
+        Self { range, num_heads, head_dim, dtype, lease }
     }
 }
 
@@ -76,6 +80,25 @@ impl PyKVSpan {
     #[getter]
     fn value_view(&self, py: Python<'_>) -> PyResult<PyTensorView> {
         self.lease.tensor(py, Side::Values).map(PyTensorView::new)
+    }
+
+    /// What the heads of the keys are multiplied by: a read-only NumPy array of float32 [tokens,
+    /// num_heads] over the cache's memory. None unless the cache is one of int8.
+    #[getter]
+    fn key_scales<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.lease.scales(py, Side::Keys)?.map(Tensor::into_array).transpose()
+    }
+
+    /// What the heads of the values are multiplied by, as ``key_scales``.
+    #[getter]
+    fn value_scales<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.lease.scales(py, Side::Values)?.map(Tensor::into_array).transpose()
+    }
+
+    /// Name of the element type, as NumPy spells it.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.dtype.name()
     }
 
     /// Position of the first token in the cache.
@@ -133,10 +156,10 @@ impl PyKVSpan {
     fn __repr__(&self) -> String {
         let Range { start, end } = self.range;
         let (heads, dim, released) = (self.num_heads, self.head_dim, self.released());
+        let (dtype, released) = (self.dtype(), if released { ", released" } else { "" });
         format!(
             "KVSpan(start={start}, end={end}, num_heads={heads}, head_dim={dim}, \
-             dtype='float32'{})",
-            if released { ", released" } else { "" }
+             dtype='{dtype}'{released})"
         )
     }
 }

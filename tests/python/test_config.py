@@ -76,10 +76,10 @@ def test_float32_in_any_of_its_names(dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float16", "bfloat16", "int8", "", "no such type", np.float64, float, np.dtype(">f4")]
+    "dtype", ["float64", "uint8", "", "no such type", np.float64, float, np.dtype(">f4")]
 )
 def test_other_dtypes_are_refused(dtype):
-    with pytest.raises(InvalidConfigError, match="dtype must be 'float32'"):
+    with pytest.raises(InvalidConfigError, match="dtype must be 'float32', 'float16', "):
         KVCacheConfig(dtype=dtype)
 
 

@@ -2,19 +2,23 @@
 
 import ctypes
 import gc
+import threading
 
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from kvspan.errors import PinnedError, ReservedError
-from support import DIM, HEADS, WIDTH, address, refused, token, tokens
+import kvspan
+from kvspan.errors import InvalidInputError, PinnedError, ReservedError
+from support import DIM, HEADS, SOON, WIDTH, address, refused, token, tokens
 
 TOKENS = 3
 VERSION_1 = (1, 0)
 READ_ONLY, IS_COPIED = 1, 2
 CPU = (1, 0)
 FLOAT32 = (2, 32, 1)
+# Code and bits.
+DATA_TYPES = {"float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16), "int8": (0, 8)}
 
 
 class DLTensor(ctypes.Structure):
@@ -60,6 +64,11 @@ capsule_name.restype = ctypes.c_char_p
 capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 capsule_pointer.restype = ctypes.c_void_p
+capsule_set_name = ctypes.pythonapi.PyCapsule_SetName
+capsule_set_name.argtypes = [ctypes.py_object, ctypes.c_char_p]
+new_capsule = ctypes.pythonapi.PyCapsule_New
+new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+new_capsule.restype = ctypes.py_object
 
 
 def opened(capsule):
@@ -139,6 +148,36 @@ def test_reserved_rows_are_exported_writable(version, copy, rows):
         assert managed.flags == 0
     assert managed.tensor.data == address(rows.keys)
     assert_describes_the_tokens(managed.tensor)
+
+
+@pytest.mark.parametrize("dtype", DATA_TYPES)
+def test_every_dtype_has_its_code(dtype):
+    config = kvspan.KVCacheConfig(TOKENS, HEADS, DIM, dtype)
+    cache = kvspan.LayerKvCache(config)
+    with cache.reserve(TOKENS) as reserved:
+        exporter = reserved.value_view
+        for version, kind in [(None, Legacy), (VERSION_1, Versioned)]:
+            capsule = exporter.__dlpack__(max_version=version)
+            assert type(opened(capsule)) is kind
+            assert_is(opened(capsule).tensor, dtype)
+        del exporter, capsule
+    span = cache.view()
+    capsule = span.key_view.__dlpack__(max_version=VERSION_1)
+    assert opened(capsule).flags == READ_ONLY
+    assert_is(opened(capsule).tensor, dtype)
+    held = memoryview(span.key_view)
+    assert opened(capsule).tensor.data == np.frombuffer(held, np.uint8).ctypes.data
+    copied = span.key_view.__dlpack__(copy=True)
+    assert_is(opened(copied).tensor, dtype)
+    with pytest.raises(BufferError, match="copy=True"):
+        span.key_view.__dlpack__()
+
+
+def assert_is(tensor, dtype):
+    assert (tensor.dtype_code, tensor.dtype_bits) == DATA_TYPES[dtype]
+    assert (tensor.dtype_lanes, tensor.byte_offset) == (1, 0)
+    assert tuple(tensor.shape[: tensor.ndim]) == (TOKENS, HEADS, DIM)
+    assert tuple(tensor.strides[: tensor.ndim]) == (WIDTH, DIM, 1)
 
 
 def test_device_is_the_cpu(span, rows):
@@ -229,6 +268,184 @@ def test_capsule_keeps_a_reservation_open(cache, rows):
     del capsule
     rows.commit()
     assert_array_equal(cache.read_range(0, TOKENS), tokens(TOKENS))
+
+
+def delete(managed):
+    """What a consumer does when it is done with what it took out of a capsule."""
+    kind = type(managed)
+    ctypes.CFUNCTYPE(None, ctypes.POINTER(kind))(managed.deleter)(ctypes.byref(managed))
+
+
+def taken(capsule, name):
+    """The managed tensor of a capsule, for which the caller now answers."""
+    managed = opened(capsule)
+    capsule_set_name(capsule, name)
+    return managed
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_consumer_may_be_done_on_any_thread(attached, filled):
+    capsule = filled.view().key_view.__dlpack__(max_version=VERSION_1)
+    managed = taken(capsule, b"used_dltensor_versioned")
+    del capsule
+    gc.collect()
+    refused(filled, PinnedError, filled.reset)
+    if attached:
+        # ctypes would let go of the interpreter before the call.
+        call = ctypes.PYFUNCTYPE(None, ctypes.POINTER(Versioned))(managed.deleter)
+        thread = threading.Thread(target=call, args=(ctypes.byref(managed),))
+    else:
+        thread = threading.Thread(target=delete, args=(managed,))
+    thread.start()
+    thread.join(SOON)
+    filled.reset()
+
+
+def test_consumer_may_never_be_done(filled):
+    # As one that is killed: nothing but its tokens is kept.
+    managed = taken(filled.view().key_view.__dlpack__(max_version=VERSION_1), b"used")
+    gc.collect()
+    refused(filled, PinnedError, filled.reset)
+    delete(managed)
+
+
+# What other exporters put in a capsule
+
+
+class Tensor:
+    """An exporter of another library, with a capsule to the letter."""
+
+    def __init__(self, data, shape, *, dtype=(4, 16), strides=None, offset=0, device=1, **options):
+        self.data = data
+        self.options = {"lanes": 1, "kind": Versioned, "major": 1, "flags": 0, **options}
+        self.deleted = 0
+        self.calls = []
+        # What the capsules point to.
+        axes = ctypes.c_int64 * len(shape)
+        self.kept = [axes(*shape), strides and axes(*strides)]
+        lanes = self.options["lanes"]
+        self.tensor = DLTensor(
+            data.ctypes.data, (device, 0), len(shape), *dtype, lanes, *self.kept, offset
+        )
+
+    def __dlpack_device__(self):
+        return (self.tensor.device[0], 0)
+
+    def __dlpack__(self, *, max_version=None):
+        self.calls.append(max_version)
+        kind = self.options["kind"]
+        deleter = self.options.get("deleter", ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.delete))
+        address = deleter and ctypes.cast(deleter, ctypes.c_void_p).value
+        if kind is Versioned:
+            major, flags = self.options["major"], self.options["flags"]
+            managed = Versioned(major, 7, None, address, flags, self.tensor)
+        else:
+            managed = Legacy(self.tensor, None, address)
+        name = {Versioned: b"dltensor_versioned", Legacy: b"dltensor"}[kind]
+        name = self.options.get("name", name)
+        self.kept += [deleter, managed, name]
+        return new_capsule(ctypes.addressof(managed), name, None)
+
+    def delete(self, _):
+        self.deleted += 1
+
+
+class OlderTensor(Tensor):
+    """From before there were versions."""
+
+    def __dlpack__(self):
+        return super().__dlpack__()
+
+
+def bfloat16_cache():
+    return kvspan.LayerKvCache(kvspan.KVCacheConfig(16, HEADS, DIM, "bfloat16"))
+
+
+BITS = np.arange(0x3F80, 0x3F80 + 2 * WIDTH, dtype=np.uint16)
+
+
+@pytest.mark.parametrize("tensor", [Tensor, OlderTensor])
+@pytest.mark.parametrize("kind", [Versioned, Legacy])
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset"),
+    [
+        ((2, HEADS, DIM), None, 0),
+        ((2, HEADS, DIM), (WIDTH, DIM, 1), 0),
+        ((1, HEADS, DIM), (-7, DIM, 1), 0),
+        ((1, WIDTH), (1, 1), 2 * WIDTH),
+        ((WIDTH,), (1,), 0),
+    ],
+)
+def test_bfloat16_comes_in_and_is_given_back(shape, strides, offset, kind, tensor):
+    cache = bfloat16_cache()
+    given = tensor(BITS, shape, strides=strides, offset=offset, kind=kind)
+    cache.append(given, given)
+    count = int(np.prod(shape))
+    stored = np.frombuffer(cache.view().value_view, np.uint16)
+    assert_array_equal(stored, BITS[offset // 2 :][:count])
+    assert given.deleted == 2
+    # One who does not know of versions is asked a second time.
+    assert given.calls == ([None, None] if tensor is OlderTensor else [(1, 0), (1, 0)])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": (2, 64)}, "float64"),
+        ({"dtype": (0, 16)}, "int16"),
+        ({"dtype": (1, 16)}, "uint16"),
+        ({"dtype": (6, 8)}, "bool"),
+        ({"dtype": (5, 64)}, "complex64"),
+        ({"dtype": (10, 8)}, "DLPack type 10 of 8 bits"),
+        ({"lanes": 2}, "bfloat16 x 2"),
+        ({"strides": (2 * WIDTH, DIM, 1)}, "C-contiguous"),
+        ({"strides": (WIDTH, 1, HEADS)}, "C-contiguous"),
+        ({"strides": (0, DIM, 1)}, "C-contiguous"),
+        ({"strides": (-WIDTH, DIM, 1)}, "C-contiguous"),
+        ({"offset": 1}, "aligned"),
+        ({"shape": (2, HEADS, DIM + 1)}, "shape (2, 2, 5)"),
+        ({"shape": ()}, "shape ()"),
+        ({"device": 2}, "device (2, 0)"),
+        ({"major": 2}, "version is 2.7"),
+        ({"name": b"another"}, "another name"),
+        ({"shape": (-1, HEADS, DIM)}, "negative"),
+    ],
+)
+def test_other_tensors_are_refused_and_given_back(options, said):
+    cache = bfloat16_cache()
+    given = Tensor(BITS, **{"shape": (2, HEADS, DIM), **options})
+    error = refused(cache, InvalidInputError, cache.append, given, given)
+    assert said in str(error)
+    # What was never taken is not given back.
+    untouched = {"device", "major", "name"} & options.keys()
+    assert given.deleted == (0 if untouched else len(given.calls))
+
+
+@pytest.mark.parametrize("deleter", [None])
+def test_a_tensor_without_a_deleter_needs_none(deleter):
+    cache = bfloat16_cache()
+    given = Tensor(BITS, (2, HEADS, DIM), deleter=deleter)
+    cache.append(given, given)
+    assert len(cache) == 2 and given.deleted == 0
+
+
+@pytest.mark.parametrize(("kind", "flags"), [(Versioned, READ_ONLY), (Legacy, 0)])
+def test_what_is_read_only_or_may_be_is_no_room(kind, flags):
+    cache = bfloat16_cache()
+    cache.append(*(side.astype(np.float32) for side in tokens(2)))
+    room = Tensor(BITS.copy(), (2, HEADS, DIM), kind=kind, flags=flags)
+    error = refused(cache, InvalidInputError, cache.read_range_into, 0, 2, room, room)
+    assert "read-only" in str(error)
+    assert_array_equal(room.data, BITS)
+
+
+def test_bfloat16_goes_out_into_a_tensor():
+    cache = bfloat16_cache()
+    cache.append(*tokens(2))
+    keys, values = (Tensor(np.zeros_like(BITS), (2, HEADS, DIM)) for _ in range(2))
+    cache.read_range_into(0, 2, keys, values)
+    assert_array_equal(values.data, np.frombuffer(cache.view().value_view, np.uint16))
+    assert keys.deleted == values.deleted == 1
 
 
 # Through NumPy

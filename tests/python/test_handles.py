@@ -446,7 +446,9 @@ def test_caches_that_are_no_model_s_are_refused():
     with pytest.raises(TypeError, match="not iterable"):
         kvspan.ContiguousKvCacheHandle(cache.config)
     for other in [layer_caches(1, heads=3), layer_caches(1, dim=3), layer_caches(1, capacity=3)]:
-        with pytest.raises(ValueError, match="layer 1 does not have the shape of layer 0"):
+        with pytest.raises(
+            ValueError, match="layer 1 does not have the shape and element type of layer 0"
+        ):
             kvspan.ContiguousKvCacheHandle([cache, *other])
 
 

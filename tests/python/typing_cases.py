@@ -33,6 +33,7 @@ from kvspan import (
 )
 
 Float32Array = npt.NDArray[np.float32]
+Array = npt.NDArray[Any]
 
 
 def configs() -> KVCacheConfig:
@@ -41,7 +42,8 @@ def configs() -> KVCacheConfig:
     KVCacheConfig()
     KVCacheConfig(np.int64(16), 2, 4, "float32")
     KVCacheConfig(dtype=np.float32)
-    KVCacheConfig(dtype=np.dtype(np.float32))
+    KVCacheConfig(dtype=np.dtype(np.float16))
+    KVCacheConfig(dtype="bfloat16")
     KVCacheConfig(dtype=config.dtype)
     assert_type(config.max_tokens_per_seq, int)
     assert_type(config.num_heads, int)
@@ -119,11 +121,11 @@ def batches(cache: LayerKvCache, rows: Float32Array) -> None:
 
 
 def reads(cache: LayerKvCache, room: Float32Array) -> None:
-    assert_type(cache.read_kv(0), tuple[Float32Array, Float32Array])
-    assert_type(cache.read_range(0, 3), tuple[Float32Array, Float32Array])
+    assert_type(cache.read_kv(0), tuple[Array, Array])
+    assert_type(cache.read_range(0, 3), tuple[Array, Array])
     cache.read_range_into(0, 3, room, memoryview(bytearray(4)).cast("f"))
     assert_type(cache.with_read_kv(0, lambda keys, values: float(keys[0, 0])), float)
-    assert_type(cache.with_read_kv(0, both), list[Float32Array])
+    assert_type(cache.with_read_kv(0, both), list[Array])
     assert_type(cache.with_read_range(0, 3, lambda span: span.start), int)
     assert_type(cache.with_read_range(0, 3, len), int)
     assert_type(len(cache), int)
@@ -139,16 +141,18 @@ def reads(cache: LayerKvCache, room: Float32Array) -> None:
     cache.nbytes = 0  # type: ignore[misc]
 
 
-def both(keys: Float32Array, values: Float32Array) -> list[Float32Array]:
+def both(keys: Array, values: Array) -> list[Array]:
     return [keys, values]
 
 
-def views(cache: LayerKvCache) -> Float32Array:
+def views(cache: LayerKvCache) -> Array:
     span = cache.view()
     assert_type(span, KVSpan)
     assert_type(cache.view(1, end=None), KVSpan)
-    assert_type(span.keys, Float32Array)
-    assert_type(span.values, Float32Array)
+    assert_type(span.keys, Array)
+    assert_type(span.values, Array)
+    assert_type(span.key_scales, Float32Array | None)
+    assert_type(span.dtype, str)
     assert_type(span.key_view, TensorView)
     assert_type(span.value_view, TensorView)
     assert_type((span.start, span.end, len(span)), tuple[int, int, int])
@@ -181,7 +185,8 @@ def reservations(cache: LayerKvCache) -> None:
     rows = cache.reserve(3)
     assert_type(rows, ReservedSpan)
     rows.keys[...] = 1.0
-    assert_type(rows.values, Float32Array)
+    assert_type(rows.values, Array)
+    assert_type(rows.value_scales, Float32Array | None)
     assert_type(rows.key_view, TensorView)
     assert_type(rows.value_view, TensorView)
     assert_type((rows.start, rows.end, len(rows)), tuple[int, int, int])
@@ -245,7 +250,7 @@ def managers(rows: Float32Array) -> None:
     manager.write_many(0, [handle], [0], rows, rows)
     manager.write_many(0, iter([handle]), np.array([0]), rows, rows)
     assert_type(manager.view(handle, 0, 0, None), PagedSpan)
-    assert_type(manager.read_range(handle, 0), tuple[Float32Array, Float32Array])
+    assert_type(manager.read_range(handle, 0), tuple[Array, Array])
     manager.read_range_into(handle, 0, 0, 1, rows, rows)
     manager.commit(handle, [1])
     assert_type(manager.stats(), ManagerStats)

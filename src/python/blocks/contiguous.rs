@@ -4,13 +4,12 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyRange, PyTuple};
 
-use super::Stored;
 use super::guarded::Guarded;
 use super::report::PyCacheHandleStats;
 use super::table::PyBlockTable;
 use super::tensor::PyCacheTensor;
+use super::typed::AnyContiguousHandle;
 use crate::error::KvError;
-use crate::handle::{ContiguousKvCacheHandle, KvCacheHandle};
 use crate::python::buffer::{Foreign, Tokens, Wanted};
 use crate::python::cache::PyLayerKvCache;
 use crate::python::config::PyKVCacheConfig;
@@ -57,11 +56,11 @@ pub(in crate::python) struct PyContiguousKvCacheHandle {
     config: PyKVCacheConfig,
     num_layers: usize,
     cache_id: String,
-    handle: Guarded<ContiguousKvCacheHandle<Stored>>,
+    handle: Guarded<AnyContiguousHandle>,
 }
 
 impl PyContiguousKvCacheHandle {
-    fn with_handle(config: PyKVCacheConfig, handle: ContiguousKvCacheHandle<Stored>) -> Self {
+    fn with_handle(config: PyKVCacheConfig, handle: AnyContiguousHandle) -> Self {
         let (num_layers, cache_id) = (handle.num_layers(), handle.cache_id());
         Self { config, num_layers, cache_id, handle: Guarded::new(handle) }
     }
@@ -88,7 +87,7 @@ impl PyContiguousKvCacheHandle {
         let parts = given.iter().map(|cache| cache.get().parts());
         let parts = parts.collect::<PyResult<Vec<_>>>()?;
         let caches = parts.iter().map(|&(_, cache)| cache.clone()).collect();
-        let handle = ContiguousKvCacheHandle::new(caches)?;
+        let handle = AnyContiguousHandle::new(caches)?;
         let config = parts.first().map_or_else(PyKVCacheConfig::default, |&(config, _)| config);
         Ok(Self::with_handle(config, handle))
     }
@@ -103,10 +102,11 @@ impl PyContiguousKvCacheHandle {
         keys: &Bound<'py, PyAny>,
         values: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyRange>> {
-        let (tokens, heads, dim) = (Tokens::Any, self.num_heads(), self.head_dim());
-        let wanted = ["keys", "values"].map(|name| Wanted { name, tokens, heads, dim });
+        let (dtype, tokens) = (self.config.dtype, Tokens::Any);
+        let (heads, dim) = (self.num_heads(), self.head_dim());
+        let wanted = ["keys", "values"].map(|name| Wanted { name, dtype, tokens, heads, dim });
         let (keys, values) = Foreign::pair([keys, values], wanted)?;
-        let (keys, values) = (keys.source(), values.source());
+        let (keys, values) = (keys.values(), values.values());
         let range = self.handle.change(py, |handle| handle.append_from(layer.0, keys, values))?;
         positions(py, &range)
     }
@@ -115,7 +115,7 @@ impl PyContiguousKvCacheHandle {
     ///
     /// Raises LayerOutOfRangeError or StaleHandleError.
     fn layer(&self, py: Python<'_>, layer: Layer) -> PyResult<PyLayerKvCache> {
-        let cache = self.handle.read(py, |handle| handle.layer(layer.0).cloned())?;
+        let cache = self.handle.read(py, |handle| handle.layer(layer.0))?;
         Ok(PyLayerKvCache::with_cache(self.config, cache))
     }
 
@@ -199,7 +199,7 @@ impl PyContiguousKvCacheHandle {
     ///
     /// Raises StaleHandleError.
     fn clone_handle(&self, py: Python<'_>) -> PyResult<Self> {
-        let clone = self.handle.read(py, ContiguousKvCacheHandle::share)?;
+        let clone = self.handle.read(py, AnyContiguousHandle::share)?;
         Ok(Self::with_handle(self.config, clone))
     }
 

@@ -6,19 +6,18 @@ use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use super::Stored;
 use super::options::{ExtraKeys, Options, TextOrBytes};
 use super::paged::{Given, GivenMany, PyPagedKvCacheHandle};
 use super::report::{PyBlockCopy, PyInspection, PyLeakReport, PyManagerStats};
 use super::span::PyPagedSpan;
-use crate::dtype::Element;
-use crate::handle::KvCacheHandle;
-use crate::manager::{KvCacheManager, KvCacheManagerConfig, Storage};
+use super::typed::AnyKvCacheManager;
+use crate::dtype::DType;
+use crate::manager::{KvCacheManagerConfig, Storage};
 use crate::prefix::Duplicates;
 use crate::python::buffer::{Foreign, Room, TokenIds, Tokens, Wanted, new_array};
 use crate::python::config::{Dimension, Dtype};
 use crate::python::convert::{Layer, NumTokens, number, positions_of};
-use crate::python::error::{InvalidConfigError, InvalidInputError};
+use crate::python::error::InvalidInputError;
 use crate::python::fork::{self, ProcessLocal};
 
 /// Blocks of keys and values, which sequences with equal beginnings share.
@@ -36,8 +35,9 @@ use crate::python::fork::{self, ProcessLocal};
 ///
 /// Tokens are numbers from 0 to 2**32 - 1: C-contiguous int32, uint32 or int64 (NumPy arrays, other
 /// buffers, DLPack exporters), or sequences of integers, which cost more. Keys and values are
-/// C-contiguous float32: [num_kv_heads, head_dim] or flat for one token, [tokens, num_kv_heads,
-/// head_dim] or [tokens, num_kv_heads * head_dim] for many.
+/// C-contiguous and of the manager's dtype or float32, as ``LayerKvCache`` takes them:
+/// [num_kv_heads, head_dim] or flat for one token, [tokens, num_kv_heads, head_dim] or
+/// [tokens, num_kv_heads * head_dim] for many.
 ///
 /// A manager can not be used in a child that was forked after it was made.
 ///
@@ -54,7 +54,8 @@ use crate::python::fork::{self, ProcessLocal};
 /// head_dim : int, default 64
 ///     Elements of one head.
 /// dtype : str or numpy.dtype, default "float32"
-///     Element type; "float32" is the only one so far.
+///     Element type: "float32", "float16", "bfloat16", or "int8" with a scale for each head of a
+///     token; see ``LayerKvCache``.
 /// storage : bool, default True
 ///     Whether there is memory for keys and values. Without it the manager keeps count of blocks
 ///     alone, and what would read or write content raises NoStorageError.
@@ -96,7 +97,8 @@ use crate::python::fork::{self, ProcessLocal};
 pub(in crate::python) struct PyKvCacheManager {
     config: KvCacheManagerConfig,
     nbytes: usize,
-    manager: ProcessLocal<KvCacheManager<Stored>>,
+    dtype: DType,
+    manager: ProcessLocal<AnyKvCacheManager>,
 }
 
 impl PyKvCacheManager {
@@ -105,18 +107,18 @@ impl PyKvCacheManager {
     }
 
     /// The core's manager, which must be called detached.
-    pub(super) fn core(&self) -> PyResult<&KvCacheManager<Stored>> {
+    pub(super) fn core(&self) -> PyResult<&AnyKvCacheManager> {
         self.manager.get()
     }
 
     /// KV heads and elements of a head.
-    fn dims(&self) -> (usize, usize) {
-        (self.config.num_kv_heads, self.config.head_dim)
+    fn dims(&self) -> [usize; 2] {
+        [self.config.num_kv_heads, self.config.head_dim]
     }
 
     fn wanted(&self, tokens: Tokens) -> [Wanted; 2] {
-        let (heads, dim) = self.dims();
-        ["keys", "values"].map(|name| Wanted { name, tokens, heads, dim })
+        let (dtype, [heads, dim]) = (self.dtype, self.dims());
+        ["keys", "values"].map(|name| Wanted { name, dtype, tokens, heads, dim })
     }
 }
 
@@ -131,7 +133,7 @@ impl PyKvCacheManager {
             num_layers = None,
             num_kv_heads = None,
             head_dim = None,
-            dtype = Dtype(Stored::DTYPE),
+            dtype = Dtype(DType::F32),
             storage = true,
             prefix_caching = true,
             merge_duplicates = true,
@@ -158,11 +160,6 @@ impl PyKvCacheManager {
         epoch: Epoch,
     ) -> PyResult<Self> {
         fork::check_process()?;
-        if dtype.0 != Stored::DTYPE {
-            let (wanted, given) = (Stored::DTYPE.name(), dtype.0.name());
-            let message = format!("the dtype of blocks must be '{wanted}', but it is '{given}'");
-            return Err(InvalidConfigError::new_err((message,)));
-        }
         let defaults = KvCacheManagerConfig::default();
         let given =
             |dimension: Option<Dimension>, default| dimension.map_or(default, |given| given.0);
@@ -178,9 +175,9 @@ impl PyKvCacheManager {
             namespace: namespace.map(|namespace| namespace.0),
             epoch: epoch.0,
         };
-        let manager = py.detach(|| KvCacheManager::with_element(config.clone()))?;
+        let manager = py.detach(|| AnyKvCacheManager::new(dtype.0, &config))?;
         let nbytes = manager.nbytes();
-        Ok(Self { config, nbytes, manager: ProcessLocal::with_long_drop(manager) })
+        Ok(Self { config, dtype: dtype.0, nbytes, manager: ProcessLocal::with_long_drop(manager) })
     }
 
     // Sequences
@@ -326,7 +323,7 @@ impl PyKvCacheManager {
     ) -> PyResult<()> {
         let manager = self.core()?;
         let (keys, values) = Foreign::pair([keys, values], self.wanted(Tokens::Any))?;
-        let (keys, values) = (keys.source(), values.source());
+        let (keys, values) = (keys.values(), values.values());
         handle
             .0
             .get()
@@ -354,7 +351,7 @@ impl PyKvCacheManager {
         // First, since it may run Python code, which may take the memory of an array away.
         let positions = positions_of(positions)?;
         let (keys, values) = Foreign::pair([keys, values], self.wanted(Tokens::Many))?;
-        let (keys, values) = (keys.source(), values.source());
+        let (keys, values) = (keys.values(), values.values());
         handles.change(py, |handles| {
             manager.write_many_from(layer.0, handles, &positions, keys, values)
         })
@@ -404,9 +401,9 @@ impl PyKvCacheManager {
         let range = handle.0.get().handle.read(py, |handle| {
             manager.check_readable(handle, layer.0, start.0, end.map(|end| end.0))
         })?;
-        let (heads, dim) = self.dims();
-        let axes = [range.len(), heads, dim];
-        let (keys, values) = (new_array(py, &axes)?, new_array(py, &axes)?);
+        let [heads, dim] = self.dims();
+        let (dtype, axes) = (self.dtype.of_copies(), [range.len(), heads, dim]);
+        let (keys, values) = (new_array(py, dtype, &axes)?, new_array(py, dtype, &axes)?);
         let end = NumTokens(range.end);
         self.read_range_into(py, handle, layer, start, end, &keys, &values)?;
         PyTuple::new(py, [&keys, &values])
@@ -431,12 +428,14 @@ impl PyKvCacheManager {
     ) -> PyResult<()> {
         let manager = self.core()?;
         let names = ["keys_out", "values_out"];
-        let (keys, values) = Room::pair([keys_out, values_out], names, self.dims())?;
-        let (mut keys, mut values) = (keys.target(), values.target());
+        let (keys, values) = Room::pair([keys_out, values_out], names, self.dtype, self.dims())?;
+        let (keys, values) = (keys.values(), values.values());
         let range = start.0..end.0;
-        handle.0.get().handle.read(py, |handle| {
-            manager.read_range_to(handle, layer.0, range, &mut keys, &mut values)
-        })
+        handle
+            .0
+            .get()
+            .handle
+            .read(py, |handle| manager.read_range_to(handle, layer.0, range, &keys, &values))
     }
 
     /// Says that `tokens` follow the committed ones, and are written in all layers.
@@ -543,7 +542,7 @@ impl PyKvCacheManager {
     /// Name of the element type, as NumPy spells it.
     #[getter]
     fn dtype(&self) -> &'static str {
-        Stored::DTYPE.name()
+        self.dtype.name()
     }
 
     /// Whether there is memory for keys and values.

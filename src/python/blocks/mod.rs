@@ -12,6 +12,7 @@ mod report;
 mod span;
 mod table;
 mod tensor;
+mod typed;
 
 pub(super) use contiguous::PyContiguousKvCacheHandle;
 pub(super) use manager::PyKvCacheManager;
@@ -23,6 +24,3 @@ pub(super) use report::{
 pub(super) use span::PyPagedSpan;
 pub(super) use table::PyBlockTable;
 pub(super) use tensor::PyCacheTensor;
-
-/// What blocks hold, for now.
-type Stored = f32;

@@ -5,14 +5,13 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use super::Stored;
 use super::guarded::Guarded;
 use super::manager::PyKvCacheManager;
 use super::report::PyCacheHandleStats;
 use super::table::PyBlockTable;
 use super::tensor::PyCacheTensor;
+use super::typed::AnyPagedHandle;
 use crate::error::{KvError, Result};
-use crate::handle::{KvCacheHandle, PagedKvCacheHandle};
 use crate::python::convert::{Layer, in_entry, push, type_name};
 use crate::python::error::InvalidInputError;
 
@@ -42,11 +41,11 @@ use crate::python::error::InvalidInputError;
 pub(in crate::python) struct PyPagedKvCacheHandle {
     manager: Py<PyKvCacheManager>,
     cache_id: String,
-    pub(super) handle: Guarded<PagedKvCacheHandle<Stored>>,
+    pub(super) handle: Guarded<AnyPagedHandle>,
 }
 
 impl PyPagedKvCacheHandle {
-    pub(super) fn new(manager: Py<PyKvCacheManager>, handle: PagedKvCacheHandle<Stored>) -> Self {
+    pub(super) fn new(manager: Py<PyKvCacheManager>, handle: AnyPagedHandle) -> Self {
         Self { manager, cache_id: handle.cache_id(), handle: Guarded::new(handle) }
     }
 }
@@ -101,7 +100,7 @@ impl GivenMany<'_> {
     pub(super) fn change<R: Send>(
         &self,
         py: Python<'_>,
-        call: impl FnOnce(&mut [&mut PagedKvCacheHandle<Stored>]) -> Result<R> + Send,
+        call: impl FnOnce(&mut [&mut AnyPagedHandle]) -> Result<R> + Send,
     ) -> PyResult<R> {
         Guarded::change_all(py, self.0.iter().map(|handle| &handle.get().handle), call)
     }

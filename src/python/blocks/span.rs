@@ -5,11 +5,10 @@ use std::ops::Range;
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyList, PyTuple};
 
-use super::Stored;
-use crate::dtype::Element;
-use crate::handle::PagedSpan;
+use crate::dtype::DType;
 use crate::python::buffer::Lease;
 use crate::python::span::PyKVSpan;
+use crate::python::typed::{AnyPagedSpan, each};
 
 /// A view of tokens of one layer of a sequence, where they lie: one ``KVSpan`` a block.
 ///
@@ -35,6 +34,7 @@ use crate::python::span::PyKVSpan;
 #[derive(Debug)]
 pub(in crate::python) struct PyPagedSpan {
     range: Range<usize>,
+    dtype: DType,
     token_shape: [usize; 2],
     /// Positions of each piece.
     pieces: Vec<Range<usize>>,
@@ -42,12 +42,15 @@ pub(in crate::python) struct PyPagedSpan {
 }
 
 impl PyPagedSpan {
-    pub(super) fn new(py: Python<'_>, span: PagedSpan<Stored>) -> PyResult<Self> {
-        let [_, num_heads, head_dim] = span.shape();
+    pub(super) fn new(py: Python<'_>, span: AnyPagedSpan) -> PyResult<Self> {
+        let (range, [_, num_heads, head_dim]) = each!(&span, span => (span.range(), span.shape()));
         Ok(Self {
-            range: span.range(),
+            range,
+            dtype: span.dtype(),
             token_shape: [num_heads, head_dim],
-            pieces: span.segments().map(|piece| piece.start()..piece.end()).collect(),
+            pieces: each!(&span, span => {
+                span.segments().map(|piece| piece.start()..piece.end()).collect()
+            }),
             lease: Lease::paged(py, span)?,
         })
     }
@@ -62,7 +65,7 @@ impl PyPagedSpan {
         self.lease.check(py)?;
         let pieces = self.pieces.iter().enumerate().map(|(index, range)| {
             let lease = self.lease.piece(py, index)?;
-            Ok(PyKVSpan::of_piece(range.clone(), self.token_shape, lease))
+            Ok(PyKVSpan::of_piece(range.clone(), self.token_shape, self.dtype, lease))
         });
         PyList::new(py, pieces.collect::<PyResult<Vec<_>>>()?)
     }
@@ -138,7 +141,7 @@ impl PyPagedSpan {
         format!(
             "PagedSpan(start={start}, end={end}, num_heads={heads}, head_dim={dim}, dtype='{}', \
              num_segments={num_segments}{released})",
-            Stored::DTYPE.name()
+            self.dtype.name()
         )
     }
 }

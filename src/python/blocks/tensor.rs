@@ -6,7 +6,7 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::dtype::DType;
 use crate::handle::TensorRef;
-use crate::python::buffer::{Lease, PyTensorView, Side, new_array};
+use crate::python::buffer::{CPU, Layout, Lease, Request, Side, Tensor, new_array};
 
 /// A layer's keys, or its values, where they lie: [tokens, num_heads, head_dim] in one or more pieces.
 ///
@@ -36,9 +36,6 @@ pub(in crate::python) struct PyCacheTensor {
     lease: Lease,
 }
 
-/// Device type and number of host memory, in DLPack.
-const CPU: (i32, i32) = (1, 0);
-
 impl PyCacheTensor {
     pub(super) fn new(py: Python<'_>, tensor: TensorRef) -> PyResult<Self> {
         Ok(Self {
@@ -55,12 +52,12 @@ impl PyCacheTensor {
     }
 
     /// One piece, of which the side means nothing.
-    fn piece(&self, py: Python<'_>, index: usize) -> PyResult<PyTensorView> {
-        self.lease.piece(py, index)?.tensor(py, Side::Keys).map(PyTensorView::new)
+    fn piece<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Tensor<'py>> {
+        self.lease.piece(py, index)?.tensor(py, Side::Keys)
     }
 
     fn array<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyAny>> {
-        self.lease.piece(py, index)?.tensor(py, Side::Keys)?.into_array()
+        self.piece(py, index)?.into_array()
     }
 }
 
@@ -99,6 +96,21 @@ impl PyCacheTensor {
         PyList::new(py, arrays.collect::<PyResult<Vec<_>>>()?)
     }
 
+    /// What the heads of each piece are multiplied by: a new list of read-only float32 arrays [tokens,
+    /// num_heads]. None unless the elements are int8.
+    #[getter]
+    fn scales<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyList>>> {
+        self.lease.check(py)?;
+        if !self.dtype.has_scales() {
+            return Ok(None);
+        }
+        let arrays = (0..self.num_segments).filter_map(|index| {
+            let scales = self.lease.piece(py, index).and_then(|piece| piece.scales(py, Side::Keys));
+            scales.and_then(|scales| scales.map(Tensor::into_array).transpose()).transpose()
+        });
+        PyList::new(py, arrays.collect::<PyResult<Vec<_>>>()?).map(Some)
+    }
+
     /// Whether ``release()`` was called, or the ``with`` block is over.
     #[getter]
     fn released(&self) -> bool {
@@ -112,7 +124,7 @@ impl PyCacheTensor {
         match self.num_segments {
             0 => {
                 self.lease.check(py)?;
-                new_array(py, &self.shape)
+                new_array(py, self.dtype, &self.shape)
             }
             1 => self.array(py, 0),
             _ => py.import("numpy")?.call_method1("concatenate", (self.segments(py)?,)),
@@ -139,22 +151,21 @@ impl PyCacheTensor {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let exporter = match (self.num_segments, copy) {
-            (1, _) => Bound::new(py, self.piece(py, 0)?)?.into_any(),
-            (0, _) | (_, Some(true)) => self.numpy(py)?,
-            (num_segments, _) => {
-                return Err(PyBufferError::new_err(format!(
-                    "the tensor lies in {num_segments} pieces, and DLPack has room for one: export                      each of segments, or pass copy=True for a copy of all"
-                )));
-            }
-        };
-        let options = PyDict::new(py);
-        options.set_item("stream", stream)?;
-        options.set_item("max_version", max_version)?;
-        options.set_item("dl_device", dl_device)?;
-        // What was gathered just now is the caller's own already.
-        options.set_item("copy", copy.filter(|_| self.num_segments == 1))?;
-        exporter.call_method("__dlpack__", (), Some(&options))
+        let request = Request::new(stream, max_version, dl_device, copy)?;
+        if self.num_segments == 1 {
+            return request.export(self.piece(py, 0)?);
+        }
+        if self.num_segments > 1 && !request.wants_copy {
+            return Err(PyBufferError::new_err(format!(
+                "the tensor lies in {} pieces, and DLPack has room for one: export each of \
+                 segments, or pass copy=True for a copy of all",
+                self.num_segments
+            )));
+        }
+        self.lease.check(py)?;
+        let pieces = (0..self.num_segments).map(|index| self.piece(py, index));
+        let pieces = pieces.collect::<PyResult<Vec<_>>>()?;
+        request.export_copy(py, Layout::of_copy(self.dtype, self.shape)?, &pieces)
     }
 
     /// The device as DLPack numbers it: (1, 0), the CPU.

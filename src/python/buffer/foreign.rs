@@ -2,38 +2,97 @@
 
 #![expect(unsafe_code, reason = "foreign memory is reached through raw pointers only")]
 
+use std::marker::PhantomData;
 use std::ptr::NonNull;
 
 use numpy::npyffi::NPY_ARRAY_WRITEABLE;
-use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{PyArrayDescr, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyException, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::PyMemoryView;
 
+use super::array::bfloat16;
+use super::dlpack::{Found, Imported};
+use crate::dtype::{DType, Element};
 use crate::memory::{Source, Target};
 use crate::python::error::{InvalidInputError, KvCacheError};
 
-/// C-contiguous `float32` memory of a NumPy array, a buffer or a DLPack exporter.
+/// C-contiguous memory of a NumPy array, a buffer or a DLPack exporter, of the elements of a cache or
+/// of `float32`.
 ///
 /// Other threads may write to it while it is copied, so no reference to it is ever made. It can be
 /// copied detached, since its owner is held.
 ///
 /// # Invariants
 ///
-/// `data` is aligned and points to `len` elements as long as `_owner` lives; they may be written if
-/// what was asked for is [`Tokens::Room`].
+/// `memory.data` is aligned and points to `len` elements of that type as long as `_owner` lives; they
+/// may be written if what was asked for is [`Tokens::Room`].
 pub(in crate::python) struct Foreign<'a, 'py> {
-    data: NonNull<f32>,
-    len: usize,
+    memory: Memory,
     _owner: Owner<'a, 'py>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Memory {
+    data: NonNull<u8>,
+    dtype: DType,
+    len: usize,
 }
 
 enum Owner<'a, 'py> {
     /// The caller's reference, which outlives the call.
     Caller(&'a Bound<'py, PyUntypedArray>),
-    Array(Bound<'py, PyUntypedArray>),
+    Tensor(Imported),
     Buffer(PyUntypedBuffer),
+}
+
+/// The elements of [`Foreign`] memory, to be copied from by whoever is detached.
+///
+/// # Invariants
+///
+/// `memory` is as in [`Foreign`] during `'a`.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::python) struct Values<'a> {
+    memory: Memory,
+    _owner: PhantomData<&'a [u8]>,
+}
+
+/// The same to be copied to.
+#[derive(Debug)]
+pub(in crate::python) struct ValuesMut<'a> {
+    memory: Memory,
+    _owner: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: it stands for a slice, which is `Send`.
+unsafe impl Send for Values<'_> {}
+
+// SAFETY: it stands for a slice, which is `Sync`.
+unsafe impl Sync for Values<'_> {}
+
+// SAFETY: it stands for a slice, which is `Send`.
+unsafe impl Send for ValuesMut<'_> {}
+
+// SAFETY: it stands for a slice, which is `Sync`.
+unsafe impl Sync for ValuesMut<'_> {}
+
+impl<'a> Values<'a> {
+    /// For a cache of these elements, whose type the memory was checked for.
+    pub(in crate::python) fn source<T: Element>(self) -> Source<'a, T> {
+        let Memory { data, dtype, len } = self.memory;
+        // SAFETY: the type's invariant.
+        unsafe { Source::from_raw(dtype, data, len) }
+    }
+}
+
+impl ValuesMut<'_> {
+    /// For a cache of these elements, whose type the memory was checked for.
+    pub(in crate::python) fn target<T: Element>(&self) -> Target<'_, T> {
+        let Memory { data, dtype, len } = self.memory;
+        // SAFETY: the type's invariant.
+        unsafe { Target::from_raw(dtype, data, len) }
+    }
 }
 
 /// The shapes that keys or values may have.
@@ -54,6 +113,8 @@ pub(in crate::python) enum Tokens {
 pub(in crate::python) struct Wanted {
     /// What the caller calls it, in plural.
     pub(in crate::python) name: &'static str,
+    /// Of the cache.
+    pub(in crate::python) dtype: DType,
     pub(in crate::python) tokens: Tokens,
     pub(in crate::python) heads: usize,
     pub(in crate::python) dim: usize,
@@ -80,12 +141,12 @@ impl<'a, 'py> Opened<'a, 'py> {
 
     pub(in crate::python) fn look(self) -> PyResult<Foreign<'a, 'py>> {
         let Self { owner, wanted } = self;
-        let (data, len) = match &owner {
+        let memory = match &owner {
             Owner::Caller(array) => wanted.in_array(array)?,
-            Owner::Array(array) => wanted.in_array(array)?,
+            Owner::Tensor(tensor) => wanted.in_tensor(tensor)?,
             Owner::Buffer(buffer) => wanted.in_buffer(buffer)?,
         };
-        Ok(Foreign { data, len, _owner: owner })
+        Ok(Foreign { memory, _owner: owner })
     }
 }
 
@@ -95,23 +156,34 @@ impl<'py> Owner<'_, 'py> {
         let py = object.py();
         // A memoryview adds what some exporters leave out, such as the strides.
         let view = PyMemoryView::from(object);
-        if !view.as_ref().is_err_and(|error| error.is_instance_of::<PyTypeError>(py)) {
-            if let Ok(view) = &view
-                && view.getattr("ndim")?.extract::<usize>()? == 0
-            {
-                return Err(wanted.wrong_shape(&[]));
-            }
-            let buffer = view.and_then(|view| PyUntypedBuffer::get(&view));
-            return buffer.map(Owner::Buffer).map_err(|e| wanted.unreadable(py, "a buffer", e));
+        if let Ok(view) = &view
+            && view.getattr("ndim")?.extract::<usize>()? == 0
+        {
+            return Err(wanted.wrong_shape(&[]));
         }
+        let no_buffer = view.as_ref().is_err_and(|error| error.is_instance_of::<PyTypeError>(py));
+        let buffer = view.and_then(|view| PyUntypedBuffer::get(&view));
+        let of_format = |buffer: &PyUntypedBuffer| of_format(&buffer.format().to_string_lossy());
+        if buffer.as_ref().is_ok_and(|buffer| wanted.element_type(of_format(buffer)).is_some()) {
+            return buffer.map(Self::Buffer);
+        }
+        let is_error = |error: &PyErr| error.is_instance_of::<PyException>(py);
+        if let Err(interrupt) = &buffer
+            && !is_error(interrupt)
+        {
+            return buffer.map(Self::Buffer);
+        }
+        // Which has more element types.
         if object.hasattr("__dlpack__")? {
-            let array = py.import("numpy")?.call_method1("from_dlpack", (object,));
-            let array = array.map_err(|cause| wanted.unreadable(py, "DLPack", cause))?;
-            return Ok(Owner::Array(array.cast_into()?));
+            let tensor = Imported::take(object).map(Self::Tensor);
+            return tensor.map_err(|cause| wanted.unreadable(py, "DLPack", cause));
         }
-        let name = wanted.name;
+        if !no_buffer {
+            return buffer.map(Self::Buffer).map_err(|e| wanted.unreadable(py, "a buffer", e));
+        }
+        let (name, types) = (wanted.name, wanted.types());
         Err(PyTypeError::new_err(format!(
-            "{name} must be a float32 array (NumPy, or any C-contiguous buffer or DLPack exporter), \
+            "{name} must be a {types} array (NumPy, or any C-contiguous buffer or DLPack exporter), \
              not {}",
             object.get_type().name()?
         )))
@@ -134,8 +206,7 @@ impl<'a, 'py> Foreign<'a, 'py> {
 
     #[inline]
     fn of_array(array: &'a Bound<'py, PyUntypedArray>, wanted: &Wanted) -> PyResult<Self> {
-        let (data, len) = wanted.in_array(array)?;
-        Ok(Self { data, len, _owner: Owner::Caller(array) })
+        Ok(Self { memory: wanted.in_array(array)?, _owner: Owner::Caller(array) })
     }
 
     #[cold]
@@ -149,26 +220,25 @@ impl<'a, 'py> Foreign<'a, 'py> {
     }
 
     pub(in crate::python) fn len(&self) -> usize {
-        self.len
+        self.memory.len
     }
 
     pub(in crate::python) fn nbytes(&self) -> usize {
-        self.len * size_of::<f32>()
+        self.memory.len * self.memory.dtype.itemsize()
     }
 
     /// The memory as something to copy from.
-    pub(in crate::python) fn source(&self) -> Source<'_, f32> {
-        // SAFETY: the type's invariant.
-        unsafe { Source::from_raw(self.data, self.len) }
+    pub(in crate::python) fn values(&self) -> Values<'_> {
+        Values { memory: self.memory, _owner: PhantomData }
     }
 
     /// One token of an array of many.
-    pub(in crate::python) fn token(&self, index: usize, width: usize) -> Source<'_, f32> {
-        assert!(index < self.len / width, "the token is inside the array");
+    pub(in crate::python) fn token(&self, index: usize, width: usize) -> Values<'_> {
+        let Memory { data, dtype, len } = self.memory;
+        assert!(index < len / width, "the token is inside the array");
         // SAFETY: the assertion keeps it inside.
-        let data = unsafe { self.data.add(index * width) };
-        // SAFETY: likewise, with the type's invariant.
-        unsafe { Source::from_raw(data, width) }
+        let data = unsafe { data.add(index * width * dtype.itemsize()) };
+        Values { memory: Memory { data, dtype, len: width }, _owner: PhantomData }
     }
 }
 
@@ -180,52 +250,75 @@ impl<'a, 'py> Room<'a, 'py> {
     pub(in crate::python) fn pair(
         objects: [&'a Bound<'py, PyAny>; 2],
         names: [&'static str; 2],
-        (heads, dim): (usize, usize),
+        dtype: DType,
+        [heads, dim]: [usize; 2],
     ) -> PyResult<(Self, Self)> {
-        let wanted = names.map(|name| Wanted { name, tokens: Tokens::Room, heads, dim });
+        let tokens = Tokens::Room;
+        let wanted = names.map(|name| Wanted { name, dtype, tokens, heads, dim });
         let (first, second) = Foreign::pair(objects, wanted)?;
         Ok((Self(first), Self(second)))
     }
 
     /// The memory as something to copy to.
-    pub(in crate::python) fn target(&self) -> Target<'_, f32> {
-        // SAFETY: `Foreign`'s invariant; it was asked for `Tokens::Room`.
-        unsafe { Target::from_raw(self.0.data, self.0.len) }
+    pub(in crate::python) fn values(&self) -> ValuesMut<'_> {
+        ValuesMut { memory: self.0.memory, _owner: PhantomData }
     }
 }
 
 impl Wanted {
+    /// `dtype`, if such elements go into the cache.
+    #[inline]
+    fn element_type(&self, dtype: Option<DType>) -> Option<DType> {
+        dtype.filter(|&dtype| dtype == DType::F32 || dtype == self.dtype && !dtype.has_scales())
+    }
+
     /// Where the elements of an array are, and how many.
     #[inline]
-    fn in_array(&self, array: &Bound<'_, PyUntypedArray>) -> PyResult<(NonNull<f32>, usize)> {
-        let dtype = array.dtype();
-        // Cheaper than to compare with a dtype object.
-        if dtype.char() != b'f' || dtype.is_native_byteorder() != Some(true) {
-            return Err(self.wrong_dtype(&dtype.to_string()));
-        }
+    fn in_array(&self, array: &Bound<'_, PyUntypedArray>) -> PyResult<Memory> {
+        let descr = array.dtype();
+        let Some(dtype) = self.element_type(of_descr(&descr)) else {
+            return Err(self.wrong_dtype(&descr.to_string()));
+        };
         if !array.is_c_contiguous() {
             return Err(self.not_contiguous(array.strides()));
         }
         // SAFETY: `array` is an array object, whose fields may be read while attached.
         let fields = unsafe { &(*array.as_array_ptr()).fields };
         self.check(array.shape(), fields.flags & NPY_ARRAY_WRITEABLE != 0)?;
-        let len = array.len();
-        Ok((self.place(fields.data.cast(), len)?, len))
+        self.place(fields.data.cast(), dtype, array.len())
     }
 
-    fn in_buffer(&self, buffer: &PyUntypedBuffer) -> PyResult<(NonNull<f32>, usize)> {
-        // 'f' is a native float, and '<f' is one as well where that is the native order.
-        let native = if cfg!(target_endian = "little") { "<f" } else { ">f" };
+    fn in_buffer(&self, buffer: &PyUntypedBuffer) -> PyResult<Memory> {
         let format = buffer.format().to_string_lossy();
-        if !["f", "@f", "=f", native].contains(&format.as_ref()) {
+        let Some(dtype) = self.element_type(of_format(&format)) else {
             return Err(self.wrong_dtype(&format!("'{format}' (a struct format)")));
-        }
+        };
         if !buffer.is_c_contiguous() {
             return Err(self.not_contiguous(buffer.strides()));
         }
         self.check(buffer.shape(), !buffer.readonly())?;
-        let len = buffer.item_count();
-        Ok((self.place(buffer.buf_ptr().cast(), len)?, len))
+        self.place(buffer.buf_ptr().cast(), dtype, buffer.item_count())
+    }
+
+    fn in_tensor(&self, tensor: &Imported) -> PyResult<Memory> {
+        let found = tensor.look().map_err(|_| {
+            invalid(format!("{} have axes or strides that are negative or too large", self.name))
+        });
+        let Found { data, shape, strides, dtype, readonly } = found?;
+        let named = dtype.as_ref().map_or_else(Clone::clone, |dtype| dtype.name().to_owned());
+        let Some(dtype) = self.element_type(dtype.ok()) else {
+            return Err(self.wrong_dtype(&named));
+        };
+        let mut close = dtype.itemsize();
+        for (&axis, &stride) in shape.iter().zip(&strides).rev() {
+            // What is one long, or empty, is never stepped along.
+            if axis > 1 && Ok(close) != usize::try_from(stride) && !shape.contains(&0) {
+                return Err(self.not_contiguous(&strides));
+            }
+            close = close.saturating_mul(axis);
+        }
+        self.check(&shape, !readonly)?;
+        self.place(data, dtype, shape.iter().product())
     }
 
     #[inline]
@@ -257,12 +350,22 @@ impl Wanted {
     }
 
     #[inline]
-    fn place(&self, data: *mut f32, len: usize) -> PyResult<NonNull<f32>> {
+    fn place(&self, data: *mut u8, dtype: DType, len: usize) -> PyResult<Memory> {
         match NonNull::new(data) {
-            Some(data) if data.is_aligned() => Ok(data),
+            Some(data) if data.addr().get().is_multiple_of(dtype.itemsize()) => {
+                Ok(Memory { data, dtype, len })
+            }
             // No elements need no place.
-            None if len == 0 => Ok(NonNull::dangling()),
-            _ => Err(self.misaligned()),
+            None if len == 0 => Ok(Memory { data: NonNull::<f32>::dangling().cast(), dtype, len }),
+            _ => Err(self.misaligned(dtype)),
+        }
+    }
+
+    /// The types that are taken.
+    fn types(&self) -> String {
+        match self.dtype {
+            DType::F32 | DType::I8 => DType::F32.name().to_owned(),
+            dtype => format!("{} or {}", dtype.name(), DType::F32.name()),
         }
     }
 
@@ -274,27 +377,34 @@ impl Wanted {
         if !is_error || cause.is_instance_of::<KvCacheError>(py) {
             return cause;
         }
-        let name = self.name;
+        let (name, types) = (self.name, self.types());
         let error = invalid(format!(
-            "{name} can not be read as float32 in host memory through {through}: {cause}"
+            "{name} can not be read as {types} in host memory through {through}: {cause}"
         ));
         error.set_cause(py, Some(cause));
         error
     }
 
     #[cold]
-    fn misaligned(&self) -> PyErr {
-        let alignment = align_of::<f32>();
+    fn misaligned(&self, dtype: DType) -> PyErr {
+        let alignment = dtype.itemsize();
         invalid(format!("{} are not aligned to {alignment} bytes: pass a copy", self.name))
     }
 
     #[cold]
     fn wrong_dtype(&self, given: &str) -> PyErr {
-        invalid(format!(
-            "{} have dtype {given}, but float32 is wanted: convert them first, for example with \
-             .astype('float32')",
-            self.name
-        ))
+        let (name, types) = (self.name, self.types());
+        let advice = match self.dtype {
+            DType::BF16 if given.contains("uint16") || given.contains("'H'") => {
+                "if these are the bits of bfloat16, say so with .view(ml_dtypes.bfloat16)"
+            }
+            DType::I8 => {
+                "an int8 cache finds the scales itself; convert them first, for example with \
+                 .astype('float32')"
+            }
+            _ => "convert them first, for example with .astype('float32')",
+        };
+        invalid(format!("{name} have dtype {given}, but {types} is wanted: {advice}"))
     }
 
     #[cold]
@@ -317,6 +427,31 @@ impl Wanted {
             Tokens::Any | Tokens::Room => format!("{many}, or for one token {one}"),
         };
         invalid(format!("{name} have shape {}, but {wanted} is wanted", tuple(shape)))
+    }
+}
+
+/// The element type that a dtype of NumPy is, if it is one of a cache.
+#[inline]
+fn of_descr(descr: &Bound<'_, PyArrayDescr>) -> Option<DType> {
+    // Cheaper than to compare with a dtype object.
+    let dtype = match descr.char() {
+        b'f' => DType::F32,
+        b'e' => DType::F16,
+        // Of `ml_dtypes`, or of somebody else who has taken the letter.
+        b'E' if bfloat16(descr.py()).is_ok_and(|bf16| bf16.num() == descr.num()) => DType::BF16,
+        _ => return None,
+    };
+    (descr.is_native_byteorder() == Some(true)).then_some(dtype)
+}
+
+/// The element type that a format of the buffer protocol is. There is none for bfloat16.
+fn of_format(format: &str) -> Option<DType> {
+    // 'f' is a native float, and '<f' is one as well where that is the native order.
+    let native = if cfg!(target_endian = "little") { '<' } else { '>' };
+    match format.strip_prefix(['@', '=', native]).unwrap_or(format) {
+        "f" => Some(DType::F32),
+        "e" => Some(DType::F16),
+        _ => None,
     }
 }
 

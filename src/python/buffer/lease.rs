@@ -8,13 +8,12 @@ use parking_lot::Mutex;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use crate::handle::{PagedSpan, TensorRef};
-use crate::layer::{KVSpan, PinnedSpan, ReservedSpan};
+use crate::dtype::{DType, Element};
+use crate::handle::{PagedSpan, TensorLike, TensorRef};
+use crate::layer::{KVSpan, ReservedSpan};
 use crate::python::error::{ReleasedError, ViewsAliveError};
 use crate::python::fork::ProcessLocal;
-
-/// Bytes of an element.
-pub(super) const ITEMSIZE: isize = 4;
+use crate::python::typed::{AnyPagedSpan, AnyPinnedSpan, AnyReservedSpan, each};
 
 /// What holds the memory: the object that arrays and views refer to. When the last of them is gone
 /// the tokens are unpinned, or the rows given up.
@@ -26,20 +25,28 @@ pub(in crate::python) struct SpanMemory(ProcessLocal<Owner>);
 #[derive(Debug)]
 enum Owner {
     /// A pin on published rows, which nobody writes.
-    Pinned(PinnedSpan),
+    Pinned(AnyPinnedSpan),
     /// A reservation, whose rows whoever has a view of them may write; `None` once it is ended,
     /// which needs the last reference to the memory.
-    Reserved(Mutex<Option<ReservedSpan>>),
+    Reserved(Mutex<Option<AnyReservedSpan>>),
     /// A pin on blocks, which each have a piece of the rows.
-    Paged(PagedSpan),
+    Paged(AnyPagedSpan),
     /// Keys alone, or values alone, in pieces.
     Tensor(TensorRef),
     /// One piece of what `whole` owns.
     Piece { whole: Py<SpanMemory>, index: usize },
 }
 
-/// Keys and values, and `[tokens, num_heads, head_dim]`.
-type Place = ([NonNull<f32>; 2], [usize; 3]);
+/// Where the rows of a span are.
+struct Place {
+    dtype: DType,
+    /// `[tokens, num_heads, head_dim]`.
+    shape: [usize; 3],
+    /// Keys and values.
+    data: [NonNull<u8>; 2],
+    /// What they are multiplied by, if anything.
+    scales: [NonNull<u8>; 2],
+}
 
 /// Keys or values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,40 +55,52 @@ pub(in crate::python) enum Side {
     Values,
 }
 
+/// What there is of each side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Part {
+    /// `[tokens, num_heads, head_dim]`.
+    Data,
+    /// `[tokens, num_heads]`.
+    Scales,
+}
+
 /// The share of the object that a caller got the span from, until it ends.
 ///
 /// The lock is held for a few instructions, none of them Python's.
 #[derive(Debug)]
 pub(in crate::python) struct Lease(Mutex<Option<Py<SpanMemory>>>);
 
-/// The keys or the values of a span, as a C-ordered tensor of `f32` with a share of its memory.
+/// The keys or the values of a span, or their scales, as a C-ordered tensor with a share of its
+/// memory.
 #[derive(Debug)]
 pub(in crate::python) struct Tensor<'py> {
     pub(super) memory: Bound<'py, SpanMemory>,
-    pub(super) data: NonNull<f32>,
+    pub(super) data: NonNull<u8>,
     pub(super) layout: Layout,
 }
 
 /// How a tensor lies in its memory.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Layout {
-    pub(super) side: Side,
+pub(in crate::python) struct Layout {
+    side: Side,
+    part: Part,
+    pub(super) dtype: DType,
     pub(super) readonly: bool,
-    /// `[tokens, num_heads, head_dim]`; the first does not count if `one_token`.
     axes: [isize; 3],
-    one_token: bool,
+    /// How many of them count.
+    num_axes: usize,
 }
 
 impl Lease {
-    pub(in crate::python) fn pinned(py: Python<'_>, pinned: PinnedSpan) -> PyResult<Self> {
+    pub(in crate::python) fn pinned(py: Python<'_>, pinned: AnyPinnedSpan) -> PyResult<Self> {
         Self::new(py, Owner::Pinned(pinned))
     }
 
-    pub(in crate::python) fn reserved(py: Python<'_>, reserved: ReservedSpan) -> PyResult<Self> {
+    pub(in crate::python) fn reserved(py: Python<'_>, reserved: AnyReservedSpan) -> PyResult<Self> {
         Self::new(py, Owner::Reserved(Mutex::new(Some(reserved))))
     }
 
-    pub(in crate::python) fn paged(py: Python<'_>, span: PagedSpan) -> PyResult<Self> {
+    pub(in crate::python) fn paged(py: Python<'_>, span: AnyPagedSpan) -> PyResult<Self> {
         Self::of_memory(py, ProcessLocal::with_long_drop(Owner::Paged(span)))
     }
 
@@ -132,9 +151,25 @@ impl Lease {
         py: Python<'py>,
         side: Side,
     ) -> PyResult<Tensor<'py>> {
+        SpanMemory::tensor(self.memory(py)?.into_bound(py), side, Part::Data)
+    }
+
+    /// What the heads of the keys or of the values are multiplied by, with a share of its own; `None`
+    /// if the element type needs no scale.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`tensor`](Self::tensor).
+    pub(in crate::python) fn scales<'py>(
+        &self,
+        py: Python<'py>,
+        side: Side,
+    ) -> PyResult<Option<Tensor<'py>>> {
         let memory = self.memory(py)?.into_bound(py);
-        let (data, layout) = memory.get().locate(side)?;
-        Ok(Tensor { memory, data, layout })
+        if !memory.get().place()?.dtype.has_scales() {
+            return Ok(None);
+        }
+        SpanMemory::tensor(memory, side, Part::Scales).map(Some)
     }
 
     /// Ends the lease, if it is not over.
@@ -156,7 +191,7 @@ impl Lease {
         if let Owner::Reserved(reserved) = memory.get().0.get()?
             && let Some(reserved) = reserved.lock().take()
         {
-            reserved.commit();
+            each!(reserved, reserved => reserved.commit());
         }
         Ok(())
     }
@@ -198,82 +233,149 @@ impl Lease {
 }
 
 impl SpanMemory {
-    /// Where one side is, as long as this lives, and how it lies there.
-    pub(super) fn locate(&self, side: Side) -> PyResult<(NonNull<f32>, Layout)> {
-        let owner = self.0.get()?;
-        let ([keys, values], axes) = match owner {
-            Owner::Pinned(pinned) => place(&pinned.span()),
-            // Of reserved rows, which others may be writing, no slice is made.
-            Owner::Reserved(lock) => {
-                let reserved = lock.lock();
-                let reserved = reserved.as_ref().ok_or_else(over)?;
-                let axes = [reserved.len(), reserved.num_heads(), reserved.head_dim()];
-                (reserved.pointers(), axes)
-            }
-            Owner::Paged(_) | Owner::Tensor(_) => self.locate_piece(0)?,
-            Owner::Piece { whole, index } => whole.get().locate_piece(*index)?,
+    fn tensor(memory: Bound<'_, Self>, side: Side, part: Part) -> PyResult<Tensor<'_>> {
+        let Place { mut dtype, shape, data, scales } = memory.get().place()?;
+        let [keys, values] = match part {
+            Part::Data => data,
+            Part::Scales => scales,
         };
         let data = match side {
             Side::Keys => keys,
             Side::Values => values,
         };
-        let readonly = !matches!(owner, Owner::Reserved(_));
-        let [tokens, heads, dim] = axes.map(isize::try_from);
-        let axes = [tokens?, heads?, dim?];
-        Ok((data, Layout { side, readonly, axes, one_token: false }))
+        let [tokens, heads, dim] = shape.map(isize::try_from);
+        let mut axes = [tokens?, heads?, dim?];
+        let mut num_axes = axes.len();
+        if part == Part::Scales {
+            (dtype, num_axes, axes[2]) = (DType::F32, 2, 1);
+        }
+        let readonly = !matches!(memory.get().0.get()?, Owner::Reserved(_));
+        Ok(Tensor { memory, data, layout: Layout { side, part, dtype, readonly, axes, num_axes } })
+    }
+
+    /// Where the rows are, as long as this lives.
+    fn place(&self) -> PyResult<Place> {
+        match self.0.get()? {
+            Owner::Pinned(pinned) => Ok(each!(pinned, pinned => Place::of_span(&pinned.span()))),
+            Owner::Reserved(lock) => {
+                let reserved = lock.lock();
+                let reserved = reserved.as_ref().ok_or_else(over)?;
+                Ok(each!(reserved, reserved => Place::of_reserved(reserved)))
+            }
+            Owner::Paged(_) | Owner::Tensor(_) => self.place_of_piece(0),
+            Owner::Piece { whole, index } => whole.get().place_of_piece(*index),
+        }
     }
 
     /// Where a piece is; past the last one there are no rows.
-    fn locate_piece(&self, index: usize) -> PyResult<Place> {
-        let (found, [_, heads, dim]) = match self.0.get()? {
-            Owner::Paged(span) => (span.segment(index).as_ref().map(place), span.shape()),
-            Owner::Tensor(tensor) => {
-                let shape @ [_, heads, dim] = tensor.shape();
-                let elements = tensor.segment_as::<f32>(index);
-                let found = elements.map(|elements| {
-                    let axes = [elements.len() / (heads * dim), heads, dim];
-                    ([NonNull::from(elements).cast(); 2], axes)
-                });
-                (found, shape)
-            }
-            _ => return Err(over()),
-        };
-        Ok(found.unwrap_or(([NonNull::dangling(); 2], [0, heads, dim])))
+    fn place_of_piece(&self, index: usize) -> PyResult<Place> {
+        match self.0.get()? {
+            Owner::Paged(span) => Ok(each!(span, span => Place::of_piece(span, index))),
+            Owner::Tensor(tensor) => Ok(Place::of_segment(&**tensor, index)),
+            _ => Err(over()),
+        }
     }
 }
 
-fn place(span: &KVSpan<'_>) -> Place {
-    let planes = [span.keys, span.values].map(|plane| NonNull::from(plane).cast());
-    (planes, [span.len(), span.num_heads(), span.head_dim()])
+impl Place {
+    fn of_span<T: Element>(span: &KVSpan<'_, T>) -> Self {
+        Self {
+            dtype: T::DTYPE,
+            shape: [span.len(), span.num_heads(), span.head_dim()],
+            data: [span.keys, span.values].map(|part| NonNull::from(part).cast()),
+            scales: [span.key_scales, span.value_scales].map(|part| NonNull::from(part).cast()),
+        }
+    }
+
+    /// Of rows which others may be writing no slice is made.
+    fn of_reserved<T: Element>(reserved: &ReservedSpan<T>) -> Self {
+        let [keys, values] = reserved.pointers();
+        Self {
+            dtype: T::DTYPE,
+            shape: [reserved.len(), reserved.num_heads(), reserved.head_dim()],
+            data: [keys.0, values.0].map(NonNull::cast),
+            scales: [keys.1, values.1].map(NonNull::cast),
+        }
+    }
+
+    fn of_piece<T: Element>(span: &PagedSpan<T>, index: usize) -> Self {
+        let piece = span.segment(index);
+        piece.as_ref().map_or_else(|| Self::nowhere(T::DTYPE, span.shape()), Self::of_span)
+    }
+
+    /// Of a tensor, which is both sides.
+    fn of_segment(tensor: &dyn TensorLike, index: usize) -> Self {
+        let (dtype, shape @ [_, heads, dim]) = (tensor.dtype(), tensor.shape());
+        let Some(data) = tensor.segment(index) else { return Self::nowhere(dtype, shape) };
+        let scales = tensor.scales(index).unwrap_or_default();
+        Self {
+            dtype,
+            shape: [data.len() / (heads * dim * dtype.itemsize()), heads, dim],
+            data: [NonNull::from(data).cast(); 2],
+            scales: [NonNull::from(scales).cast(); 2],
+        }
+    }
+
+    /// Of no rows.
+    fn nowhere(dtype: DType, [_, heads, dim]: [usize; 3]) -> Self {
+        // Aligned for all element types, and for scales.
+        let nothing = [NonNull::<f32>::dangling().cast(); 2];
+        Self { dtype, shape: [0, heads, dim], data: nothing, scales: nothing }
+    }
 }
 
-impl Tensor<'_> {
+impl<'py> Tensor<'py> {
     /// The same memory without the axis of tokens, of which there is one.
     pub(in crate::python) fn of_one_token(mut self) -> Self {
-        self.layout.one_token = true;
+        self.layout.axes.rotate_left(1);
+        self.layout.num_axes -= 1;
         self
+    }
+
+    /// What the layout says of the memory, looked up again.
+    pub(super) fn again(
+        py: Python<'py>,
+        memory: &Py<SpanMemory>,
+        layout: &Layout,
+    ) -> PyResult<Self> {
+        SpanMemory::tensor(memory.bind(py).clone(), layout.side, layout.part)
     }
 }
 
 impl Layout {
+    /// Of data in C order that one side of a span could have, and that can be written.
+    pub(in crate::python) fn of_copy(dtype: DType, shape: [usize; 3]) -> PyResult<Self> {
+        let [tokens, heads, dim] = shape.map(isize::try_from);
+        let (side, part, axes) = (Side::Keys, Part::Data, [tokens?, heads?, dim?]);
+        Ok(Self { side, part, dtype, readonly: false, axes, num_axes: axes.len() })
+    }
+
     pub(super) fn axes(&self) -> &[isize] {
-        &self.axes[usize::from(self.one_token)..]
+        &self.axes[..self.num_axes]
     }
 
     pub(super) fn axes_mut(&mut self) -> &mut [isize] {
-        &mut self.axes[usize::from(self.one_token)..]
+        &mut self.axes[..self.num_axes]
+    }
+
+    /// Bytes of an element.
+    pub(super) fn itemsize(&self) -> isize {
+        // At most four.
+        self.dtype.itemsize().cast_signed()
     }
 
     /// From one element to the next along each axis, in bytes.
     pub(super) fn strides_bytes(mut self) -> Self {
         // The largest of these is at most the size of the buffer.
-        let [_, heads, dim] = self.axes;
-        self.axes = [heads * dim * ITEMSIZE, dim * ITEMSIZE, ITEMSIZE];
+        let mut stride = self.itemsize();
+        for axis in self.axes_mut().iter_mut().rev() {
+            stride *= std::mem::replace(axis, stride);
+        }
         self
     }
 
     pub(super) fn nbytes(&self) -> isize {
-        self.axes.iter().product::<isize>() * ITEMSIZE
+        self.axes().iter().product::<isize>() * self.itemsize()
     }
 }
 

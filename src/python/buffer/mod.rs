@@ -8,13 +8,15 @@
 //! keeps a reference to the one object that holds it, [`SpanMemory`](lease::SpanMemory).
 
 mod array;
+mod dlpack;
 mod foreign;
 mod lease;
 mod token_ids;
 mod view;
 
 pub(super) use array::new_array;
-pub(super) use foreign::{Foreign, Opened, Room, Tokens, Wanted};
-pub(super) use lease::{Lease, Side};
+pub(super) use dlpack::{CPU, Request};
+pub(super) use foreign::{Foreign, Opened, Room, Tokens, Values, ValuesMut, Wanted};
+pub(super) use lease::{Layout, Lease, Side, Tensor};
 pub(super) use token_ids::{TokenIds, ids};
 pub(super) use view::PyTensorView;

@@ -10,7 +10,8 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use super::lease::{ITEMSIZE, Layout, SpanMemory, Tensor};
+use super::dlpack::{CPU, Request};
+use super::lease::{Layout, SpanMemory, Tensor};
 use crate::dtype::DType;
 
 /// The keys or the values of a span, as memory that other libraries read in place.
@@ -32,9 +33,6 @@ pub(in crate::python) struct PyTensorView {
     strides_bytes: Layout,
 }
 
-/// Device type and number of host memory, in DLPack.
-const CPU: (i32, i32) = (1, 0);
-
 impl PyTensorView {
     pub(in crate::python) fn new(tensor: Tensor<'_>) -> Self {
         let Tensor { memory, layout, .. } = tensor;
@@ -42,8 +40,7 @@ impl PyTensorView {
     }
 
     fn tensor<'py>(&self, py: Python<'py>) -> PyResult<Tensor<'py>> {
-        let (data, layout) = self.memory.get().locate(self.layout.side)?;
-        Ok(Tensor { memory: self.memory.bind(py).clone(), data, layout })
+        Tensor::again(py, &self.memory, &self.layout)
     }
 }
 
@@ -64,7 +61,7 @@ impl PyTensorView {
     /// Name of the element type, as NumPy spells it.
     #[getter]
     fn dtype(&self) -> &'static str {
-        DType::F32.name()
+        self.layout.dtype.name()
     }
 
     /// Bytes of the memory.
@@ -85,8 +82,8 @@ impl PyTensorView {
 
     fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
         let readonly = if slf.get().layout.readonly { "True" } else { "False" };
-        let shape = slf.get().shape(slf.py())?;
-        Ok(format!("TensorView(shape={shape}, dtype='float32', readonly={readonly})"))
+        let (shape, dtype) = (slf.get().shape(slf.py())?, slf.get().dtype());
+        Ok(format!("TensorView(shape={shape}, dtype='{dtype}', readonly={readonly})"))
     }
 
     /// Exports the memory through DLPack; see the class.
@@ -101,27 +98,8 @@ impl PyTensorView {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        if stream.is_some() {
-            return Err(PyBufferError::new_err("stream must be None for memory of the CPU"));
-        }
-        if let Some(device) = dl_device.filter(|&device| device != CPU) {
-            return Err(PyBufferError::new_err(format!(
-                "the memory is on device {CPU:?}, the CPU, and can not be exported to {device:?}"
-            )));
-        }
-        let versioned = max_version.is_some_and(|(major, _)| major >= 1);
-        if slf.get().layout.readonly && !versioned && copy != Some(true) {
-            return Err(PyBufferError::new_err(
-                "the memory is read-only, which DLPack can not say before version 1.0: pass \
-                 max_version=(1, 0), or copy=True for a copy of your own",
-            ));
-        }
-        // NumPy makes the capsule; it keeps the array, and so this view.
-        let options = PyDict::new(slf.py());
-        options.set_item("max_version", max_version)?;
-        options.set_item("copy", copy)?;
-        let array = slf.get().tensor(slf.py())?.into_array()?;
-        array.call_method("__dlpack__", (), Some(&options))
+        let request = Request::new(stream, max_version, dl_device, copy)?;
+        request.export(slf.get().tensor(slf.py())?)
     }
 
     /// What NumPy asks for where it can not use the buffer protocol, for example to say why.
@@ -170,7 +148,7 @@ impl PyTensorView {
         }
         view.buf = data.as_ptr().cast::<c_void>();
         view.len = this.layout.nbytes();
-        view.itemsize = ITEMSIZE;
+        view.itemsize = this.layout.itemsize();
         view.readonly = c_int::from(this.layout.readonly);
         // Without a shape it is a flat run of bytes.
         let num_axes = if wants(ffi::PyBUF_ND) { this.layout.axes().len() } else { 1 };
@@ -181,8 +159,15 @@ impl PyTensorView {
         };
         view.shape = if_wanted(ffi::PyBUF_ND, this.layout.axes().as_ptr());
         view.strides = if_wanted(ffi::PyBUF_STRIDES, this.strides_bytes.axes().as_ptr());
+        let format = match this.layout.dtype {
+            DType::F32 => c"f",
+            DType::F16 => c"e",
+            // The protocol has no bfloat16; these are its bits.
+            DType::BF16 => c"H",
+            DType::I8 => c"b",
+        };
         view.format =
-            if wants(ffi::PyBUF_FORMAT) { c"f".as_ptr().cast_mut() } else { ptr::null_mut() };
+            if wants(ffi::PyBUF_FORMAT) { format.as_ptr().cast_mut() } else { ptr::null_mut() };
         view.suboffsets = ptr::null_mut();
         view.internal = ptr::null_mut();
         view.obj = slf.into_any().into_ptr();

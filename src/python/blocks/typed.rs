@@ -1,0 +1,315 @@
+//! The core's manager and its handles, whatever their element type.
+//!
+//! Each method is the core's of the same name.
+
+use std::ops::{Deref, Range};
+
+use crate::block::BlockTable;
+use crate::dtype::{DType, bf16, f16};
+use crate::error::{KvError, Result};
+use crate::handle::{ContiguousKvCacheHandle, KvCacheHandle, PagedKvCacheHandle};
+use crate::manager::{KvCacheManager, KvCacheManagerConfig, RequestOptions};
+use crate::python::buffer::{Values, ValuesMut};
+use crate::python::typed::{AnyLayerKvCache, AnyPagedSpan, Typed, each, of_dtype, same_for_each};
+use crate::store::{BlockCopy, Inspection, LeakReport, ManagerStats};
+
+pub(super) type AnyKvCacheManager =
+    Typed<KvCacheManager<f32>, KvCacheManager<f16>, KvCacheManager<bf16>, KvCacheManager<i8>>;
+pub(super) type AnyPagedHandle = Typed<
+    PagedKvCacheHandle<f32>,
+    PagedKvCacheHandle<f16>,
+    PagedKvCacheHandle<bf16>,
+    PagedKvCacheHandle<i8>,
+>;
+pub(super) type AnyContiguousHandle = Typed<
+    ContiguousKvCacheHandle<f32>,
+    ContiguousKvCacheHandle<f16>,
+    ContiguousKvCacheHandle<bf16>,
+    ContiguousKvCacheHandle<i8>,
+>;
+
+/// `own!((manager, handle) as (m, h) => done)`: what is done with both, which are of one type. A handle
+/// of another one is another manager's.
+macro_rules! own {
+    (($manager:expr, $handle:expr) as ($m:ident, $h:ident) => $done:expr) => {
+        match ($manager, $handle) {
+            (Typed::F32($m), Typed::F32($h)) => $done,
+            (Typed::F16($m), Typed::F16($h)) => $done,
+            (Typed::BF16($m), Typed::BF16($h)) => $done,
+            (Typed::I8($m), Typed::I8($h)) => $done,
+            (_, handle) => Err(foreign(handle)),
+        }
+    };
+}
+
+/// `own_typed!(..)`: the same of what fails or makes something of that type.
+macro_rules! own_typed {
+    (($manager:expr, $handle:expr) as ($m:ident, $h:ident) => $made:expr) => {
+        match ($manager, $handle) {
+            (Typed::F32($m), Typed::F32($h)) => $made.map(Typed::F32),
+            (Typed::F16($m), Typed::F16($h)) => $made.map(Typed::F16),
+            (Typed::BF16($m), Typed::BF16($h)) => $made.map(Typed::BF16),
+            (Typed::I8($m), Typed::I8($h)) => $made.map(Typed::I8),
+            (_, handle) => Err(foreign(handle)),
+        }
+    };
+}
+
+/// `own_all!((manager, handles) as (m, all) => done)`: the same with many handles.
+macro_rules! own_all {
+    (($manager:expr, $handles:expr) as ($m:ident, $all:ident) => $done:expr) => {
+        match $manager {
+            Typed::F32($m) => own_all!(F32, $handles, $all => $done),
+            Typed::F16($m) => own_all!(F16, $handles, $all => $done),
+            Typed::BF16($m) => own_all!(BF16, $handles, $all => $done),
+            Typed::I8($m) => own_all!(I8, $handles, $all => $done),
+        }
+    };
+    ($Type:ident, $handles:expr, $all:ident => $done:expr) => {{
+        let given: &mut [&mut AnyPagedHandle] = $handles;
+        let mut $all = Vec::with_capacity(given.len());
+        for handle in given {
+            match &mut **handle {
+                Typed::$Type(own) => $all.push(own),
+                other => return Err(foreign(other)),
+            }
+        }
+        $done
+    }};
+}
+
+fn foreign(handle: &AnyPagedHandle) -> KvError {
+    KvError::ForeignHandle { cache_id: handle.cache_id() }
+}
+
+impl AnyKvCacheManager {
+    pub(super) fn new(dtype: DType, config: &KvCacheManagerConfig) -> Result<Self> {
+        Ok(of_dtype!(dtype, T => KvCacheManager::<T>::with_element(config.clone())?))
+    }
+
+    pub(super) fn nbytes(&self) -> usize {
+        each!(self, manager => manager.nbytes())
+    }
+
+    pub(super) fn allocate(
+        &self,
+        tokens: &[u32],
+        options: &RequestOptions<'_>,
+    ) -> Result<AnyPagedHandle> {
+        Ok(same_for_each!(self, manager => manager.allocate(tokens, options)?))
+    }
+
+    pub(super) fn probe(&self, tokens: &[u32], options: &RequestOptions<'_>) -> Result<usize> {
+        each!(self, manager => manager.probe(tokens, options))
+    }
+
+    pub(super) fn extend(
+        &self,
+        handle: &mut AnyPagedHandle,
+        additional: usize,
+    ) -> Result<Option<BlockCopy>> {
+        own!((self, handle) as (manager, handle) => manager.extend(handle, additional))
+    }
+
+    pub(super) fn truncate(
+        &self,
+        handle: &mut AnyPagedHandle,
+        new_len: usize,
+    ) -> Result<Option<BlockCopy>> {
+        own!((self, handle) as (manager, handle) => manager.truncate(handle, new_len))
+    }
+
+    pub(super) fn fork(
+        &self,
+        handle: &AnyPagedHandle,
+        request_id: Option<&str>,
+    ) -> Result<AnyPagedHandle> {
+        own_typed!((self, handle) as (manager, handle) => manager.fork(handle, request_id))
+    }
+
+    pub(super) fn free(&self, handle: &AnyPagedHandle) -> Result<()> {
+        own!((self, handle) as (manager, handle) => manager.free(handle))
+    }
+
+    pub(super) fn free_request(&self, request_id: &str) -> Result<()> {
+        each!(self, manager => manager.free_request(request_id))
+    }
+
+    pub(super) fn write_from(
+        &self,
+        handle: &mut AnyPagedHandle,
+        layer: usize,
+        position: usize,
+        keys: Values<'_>,
+        values: Values<'_>,
+    ) -> Result<()> {
+        own!((self, handle) as (manager, handle) => {
+            manager.write_from(handle, layer, position, keys.source(), values.source())
+        })
+    }
+
+    pub(super) fn write_many_from(
+        &self,
+        layer: usize,
+        handles: &mut [&mut AnyPagedHandle],
+        positions: &[usize],
+        keys: Values<'_>,
+        values: Values<'_>,
+    ) -> Result<()> {
+        own_all!((self, handles) as (manager, handles) => {
+            manager.write_many_from(layer, &mut handles, positions, keys.source(), values.source())
+        })
+    }
+
+    pub(super) fn view(
+        &self,
+        handle: &AnyPagedHandle,
+        layer: usize,
+        start: usize,
+        end: usize,
+    ) -> Result<AnyPagedSpan> {
+        own_typed!((self, handle) as (manager, handle) => manager.view(handle, layer, start, end))
+    }
+
+    pub(super) fn check_readable(
+        &self,
+        handle: &AnyPagedHandle,
+        layer: usize,
+        start: usize,
+        end: Option<usize>,
+    ) -> Result<Range<usize>> {
+        own!((self, handle) as (manager, handle) => {
+            manager.check_readable(handle, layer, start, end)
+        })
+    }
+
+    pub(super) fn read_range_to(
+        &self,
+        handle: &AnyPagedHandle,
+        layer: usize,
+        range: Range<usize>,
+        keys: &ValuesMut<'_>,
+        values: &ValuesMut<'_>,
+    ) -> Result<()> {
+        own!((self, handle) as (manager, handle) => {
+            manager.read_range_to(handle, layer, range, &mut keys.target(), &mut values.target())
+        })
+    }
+
+    pub(super) fn commit(&self, handle: &mut AnyPagedHandle, tokens: &[u32]) -> Result<()> {
+        own!((self, handle) as (manager, handle) => manager.commit(handle, tokens))
+    }
+
+    pub(super) fn reset_prefix_cache(&self) -> Result<()> {
+        each!(self, manager => manager.reset_prefix_cache())
+    }
+
+    pub(super) fn stats(&self) -> ManagerStats {
+        each!(self, manager => manager.stats())
+    }
+
+    pub(super) fn inspect(&self) -> Inspection {
+        each!(self, manager => manager.inspect())
+    }
+
+    pub(super) fn leak_report(&self) -> LeakReport {
+        each!(self, manager => manager.leak_report())
+    }
+
+    pub(super) fn check_integrity(&self) -> Result<()> {
+        each!(self, manager => manager.check_integrity())
+    }
+}
+
+/// What all handles have.
+impl Deref for AnyPagedHandle {
+    type Target = dyn KvCacheHandle;
+
+    fn deref(&self) -> &Self::Target {
+        each!(self, handle => handle)
+    }
+}
+
+impl AnyPagedHandle {
+    pub(super) fn num_cached_tokens(&self) -> usize {
+        each!(self, handle => handle.num_cached_tokens())
+    }
+
+    pub(super) fn num_committed_tokens(&self) -> usize {
+        each!(self, handle => handle.num_committed_tokens())
+    }
+
+    pub(super) fn tokens(&self) -> &[u32] {
+        each!(self, handle => handle.tokens())
+    }
+
+    pub(super) fn set_table(&mut self, table: BlockTable) -> Result<()> {
+        each!(self, handle => handle.set_table(table))
+    }
+
+    pub(super) fn fork(&self, request_id: Option<&str>) -> Result<Self> {
+        Ok(same_for_each!(self, handle => handle.fork(request_id)?))
+    }
+
+    pub(super) fn close(&self) {
+        each!(self, handle => handle.close());
+    }
+}
+
+/// What all handles have.
+impl Deref for AnyContiguousHandle {
+    type Target = dyn KvCacheHandle;
+
+    fn deref(&self) -> &Self::Target {
+        each!(self, handle => handle)
+    }
+}
+
+impl AnyContiguousHandle {
+    /// `LayersDiffer` also if the caches are not all of one type.
+    pub(super) fn new(layers: Vec<AnyLayerKvCache>) -> Result<Self> {
+        let Some(first) = layers.first() else {
+            return Err(KvError::InvalidConfig { field: "num_layers" });
+        };
+        macro_rules! all_of {
+            ($Type:ident) => {{
+                let own = layers.into_iter().enumerate().map(|(layer, cache)| match cache {
+                    Typed::$Type(cache) => Ok(cache),
+                    _ => Err(KvError::LayersDiffer { layer }),
+                });
+                ContiguousKvCacheHandle::new(own.collect::<Result<_>>()?).map(Typed::$Type)
+            }};
+        }
+        match first {
+            Typed::F32(_) => all_of!(F32),
+            Typed::F16(_) => all_of!(F16),
+            Typed::BF16(_) => all_of!(BF16),
+            Typed::I8(_) => all_of!(I8),
+        }
+    }
+
+    pub(super) fn append_from(
+        &mut self,
+        layer: usize,
+        keys: Values<'_>,
+        values: Values<'_>,
+    ) -> Result<Range<usize>> {
+        each!(self, handle => handle.append_from(layer, keys.source(), values.source()))
+    }
+
+    pub(super) fn layer(&self, layer: usize) -> Result<AnyLayerKvCache> {
+        Ok(same_for_each!(self, handle => handle.layer(layer)?.clone()))
+    }
+
+    pub(super) fn current_table(&self) -> BlockTable {
+        each!(self, handle => handle.current_table())
+    }
+
+    pub(super) fn share(&self) -> Result<Self> {
+        Ok(same_for_each!(self, handle => handle.share()?))
+    }
+
+    pub(super) fn close(&mut self) {
+        each!(self, handle => handle.close());
+    }
+}
