@@ -101,7 +101,7 @@ impl PyKVSpan {
         self.dtype.name()
     }
 
-    /// Position of the first token in the cache.
+    /// Position of the first token in the cache, or in the sequence.
     #[getter]
     fn start(&self) -> usize {
         self.range.start

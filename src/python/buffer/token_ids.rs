@@ -129,7 +129,7 @@ type Halves = [u32; 2];
 const LOW: usize = if cfg!(target_endian = "little") { 0 } else { 1 };
 const HIGH: usize = 1 - LOW;
 /// How many are looked at together.
-const CHUNK: usize = 1024;
+const CHUNK: usize = 128;
 
 /// Copies the ids, and checks the copy.
 ///
