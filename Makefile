@@ -18,7 +18,7 @@ help: ## List the commands.
 
 # Of another name than the variable on the command line, so that make expands nothing in it.
 demo: export QUESTION = $(value PROMPT)
-demo: build model ## Run a language model on the cache. PROMPT="..." asks it something else.
+demo: build model ## Serve a language model over shared blocks. PROMPT="..." is one more question.
 	@$(BIN)/python examples/smollm2.py $${QUESTION:+"$$QUESTION"}
 
 test: test-rust test-python ## Run all tests.

@@ -1,10 +1,11 @@
-"""SmolLM2-135M-Instruct in NumPy, with one `kvspan.LayerKvCache` for each of its 30 layers.
+"""SmolLM2-135M-Instruct in NumPy, serving several prompts at once over the blocks of a `kvspan.KvCacheManager`.
 
     python examples/smollm2.py "What is the capital of France?"
 
-Read `forward` and `attend` first: each layer appends the new tokens' keys and values to its cache, and computes
-attention on zero-copy views of all that is cached. The rest loads the model, picks tokens and shows what the caches
-save.
+Read `serve`, `forward` and `attend` first. `serve` starts a sequence for each prompt, which finds the blocks that
+others have computed already, and advances all sequences together, token by token. In `forward` each layer writes the
+new tokens' keys and values into the sequences' blocks, and attends to all tokens that they hold. The rest loads the
+model, and shows what sharing saves.
 """
 
 import os
@@ -14,7 +15,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # has an effect only before 
 import argparse
 import sys
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,10 +32,28 @@ except ModuleNotFoundError as error:
     sys.exit(f"The package {error.name} is missing: {INSTALL_HINT}")
 
 CHAT_TEMPLATE = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    "<|im_start|>user\n{}<|im_end|>\n"
+    "<|im_start|>system\n{system}<|im_end|>\n"
+    "<|im_start|>user\n{question}<|im_end|>\n"
     "<|im_start|>assistant\n"
 )
+BLOCK_SIZE = 16
+SYSTEM_PROMPT = (
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face. You answer questions that visitors of a "
+    "science museum type on a small screen. Follow these rules. Answer in plain English, in one or two short "
+    "sentences. Say only what you are sure of, and say so if you do not know. Be friendly, but do not repeat the "
+    "question, and do not ask one back. Explain every technical word that you use. Give numbers with their units: "
+    "metres, kilograms and degrees Celsius. Do not make lists, do not use headings, and do not write code. If a "
+    "question is about the museum itself, say that it is open from ten to six every day but Monday, that children "
+    "pay nothing, and that the café is on the second floor. If a visitor is lost or hurt, or has lost something, send "
+    "them to the desk at the entrance. Never give medical or legal advice; say that a doctor or a lawyer should be "
+    "asked instead. Speak well of science, of the people who do it, and of those who ask."
+)
+QUESTIONS = [
+    "How many legs does a spider have?",
+    "Why is the sky blue?",
+    "Where is the café?",
+    "What do bees make?",
+]
 
 
 @dataclass
@@ -110,50 +130,129 @@ def build_tokenizer(tokens: list[str], merges: list[str], types: list[int]) -> T
     return tokenizer
 
 
-def new_caches(model: Model, max_tokens: int) -> list[kvspan.LayerKvCache]:
-    """One empty cache a layer; each allocates its memory, all at once, when it is first written to."""
-    config = kvspan.KVCacheConfig(
-        max_tokens_per_seq=max_tokens,
-        num_heads=model.num_kv_heads,
-        hidden_dim_per_head=model.head_dim,
+# Serving
+
+
+@dataclass
+class Request:
+    """A prompt, and what becomes of it."""
+
+    name: str
+    prompt_ids: list[int]
+    max_tokens: int
+    handle: kvspan.PagedKvCacheHandle | None = None
+    new_ids: list[int] = field(default_factory=list)  # whose keys and values are not computed yet
+    answer_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    seconds_to_first_token: float = 0.0
+
+
+def new_manager(model: Model, num_blocks: int, **options) -> kvspan.KvCacheManager:
+    """Blocks of 16 tokens each, in all layers; one allocation, which costs no memory until it is written to."""
+    return kvspan.KvCacheManager(
+        num_blocks,
+        block_size=BLOCK_SIZE,
+        num_layers=len(model.layers),
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        **options,
     )
-    return [kvspan.LayerKvCache(config) for _ in model.layers]
 
 
-def forward(model: Model, caches: list[kvspan.LayerKvCache], token_ids: list[int]) -> np.ndarray:
-    """Run the tokens that come after the cached ones; returns the logits that follow the last of them."""
-    num_tokens, start = len(token_ids), len(caches[0])
-    angles = np.arange(start, start + num_tokens)[:, None, None] * model.rope_frequencies
+def serve(model, manager, requests, ignore_eos=False):
+    """Answer all requests with the most likely tokens.
+
+    Every step takes in a request, if there is room for it, and then runs what is new of all sequences at once: the
+    prompt of that one, without what is cached of it, and the last token of each of the others. Yields the requests that
+    are running, once a step, while they hold their blocks.
+    """
+    waiting, running = deque(requests), []
+    while waiting or running:
+        begin = time.perf_counter()
+        if waiting and admit(manager, waiting[0], must_fit=not running):
+            running.append(waiting.popleft())
+
+        logits = forward(model, manager, running)
+
+        for request, next_id in zip(running, logits.argmax(axis=-1).tolist()):
+            # From here on the full blocks of these tokens can be found by others.
+            manager.commit(request.handle, request.new_ids)
+            if not request.answer_ids:
+                request.seconds_to_first_token = time.perf_counter() - begin
+            request.answer_ids.append(next_id)
+            request.new_ids = [next_id]
+        yield running
+
+        for request in running:
+            is_done = len(request.answer_ids) == request.max_tokens
+            if is_done or (request.answer_ids[-1] == model.eos_id and not ignore_eos):
+                manager.free(request.handle)
+            else:
+                manager.extend(request.handle)
+        running = [request for request in running if request.handle.is_valid]
+
+
+def admit(manager, request, must_fit) -> bool:
+    """Start the sequence of a request, with blocks for all that it can become; False if there are not as many now."""
+    try:
+        request.handle = manager.allocate(
+            request.prompt_ids, request.name, lookahead=request.max_tokens - 1
+        )
+    except kvspan.errors.OutOfBlocksError:
+        if must_fit:  # nobody will give any back
+            raise
+        return False
+    request.num_cached_tokens = request.handle.num_cached_tokens
+    request.new_ids = request.prompt_ids[request.num_cached_tokens :]
+    return True
+
+
+def forward(model: Model, manager: kvspan.KvCacheManager, requests: list[Request]) -> np.ndarray:
+    """Run the new tokens of all requests; returns the logits that follow the last of each."""
+    handles = [request.handle for request in requests]
+    # Of each request, where its new tokens are among all new tokens, and where they are in its sequence.
+    ends = np.cumsum([len(request.new_ids) for request in requests])
+    rows = [slice(end - len(request.new_ids), end) for end, request in zip(ends, requests)]
+    starts = [
+        handle.num_tokens - len(request.new_ids) for handle, request in zip(handles, requests)
+    ]
+    positions = np.concatenate(
+        [np.arange(start, handle.num_tokens) for start, handle in zip(starts, handles)]
+    )
+    angles = positions[:, None, None] * model.rope_frequencies
     rotations = np.exp(1j * angles).astype(np.complex64)
 
-    x = model.embedding[token_ids]
-    for layer, cache in zip(model.layers, caches):
+    x = model.embedding[np.concatenate([request.new_ids for request in requests])]
+    for index, layer in enumerate(model.layers):
         h = rms_norm(x, layer["attn_norm"], model.rms_eps)
-        queries = (h @ layer["attn_q"].T).reshape(num_tokens, model.num_heads, model.head_dim)
-        keys = (h @ layer["attn_k"].T).reshape(num_tokens, model.num_kv_heads, model.head_dim)
-        values = (h @ layer["attn_v"].T).reshape(num_tokens, model.num_kv_heads, model.head_dim)
+        queries = (h @ layer["attn_q"].T).reshape(-1, model.num_heads, model.head_dim)
+        keys = (h @ layer["attn_k"].T).reshape(-1, model.num_kv_heads, model.head_dim)
+        values = (h @ layer["attn_v"].T).reshape(-1, model.num_kv_heads, model.head_dim)
+        queries, keys = rotate(queries, rotations), rotate(keys, rotations)
 
-        cache.append(rotate(keys, rotations), values)
-        # The new tokens and all before them, pinned until the block ends.
-        with cache.view() as span:
-            x += attend(rotate(queries, rotations), span) @ layer["attn_output"].T
+        if len(x) == len(handles):  # one token each
+            manager.write_many(index, handles, positions, keys, values)
+        else:
+            for handle, start, own in zip(handles, starts, rows):
+                manager.write(handle, index, start, keys[own], values[own])
+        mixed = [attend(queries[own], manager, handle, index) for handle, own in zip(handles, rows)]
+        x += np.concatenate(mixed) @ layer["attn_output"].T
 
         h = rms_norm(x, layer["ffn_norm"], model.rms_eps)
         x += (silu(h @ layer["ffn_gate"].T) * (h @ layer["ffn_up"].T)) @ layer["ffn_down"].T
-    return model.embedding @ rms_norm(x[-1], model.output_norm, model.rms_eps)
+    return rms_norm(x[ends - 1], model.output_norm, model.rms_eps) @ model.embedding.T
 
 
-def attend(queries: np.ndarray, span: kvspan.KVSpan) -> np.ndarray:
-    """Causal attention to the whole span of its last tokens, whose queries are [tokens, heads, head_dim].
+def attend(queries: np.ndarray, manager, handle, layer: int) -> np.ndarray:
+    """Causal attention of a sequence's last tokens, whose queries are [tokens, heads, head_dim], to all its tokens.
 
-    matmul hands transposed views to BLAS as they are, so keys and values are read where the cache holds them. The query
-    heads that share a KV head are the rows of one matrix; nothing is repeated. Write `span.keys` where it is used: an
-    array that is kept in a variable keeps the tokens pinned after the block.
+    The query heads that share a KV head are the rows of one matrix; nothing is repeated.
     """
     num_tokens, num_heads, head_dim = queries.shape
-    num_cached, num_kv_heads, _ = span.keys.shape
+    keys, values = manager.read_range(handle, layer)
+    num_cached, num_kv_heads, _ = keys.shape
     grouped = queries.transpose(1, 0, 2).reshape(num_kv_heads, -1, head_dim)
-    scores = (grouped @ span.keys.transpose(1, 2, 0)).reshape(num_heads, num_tokens, num_cached)
+    scores = (grouped @ keys.transpose(1, 2, 0)).reshape(num_heads, num_tokens, num_cached)
     scores *= head_dim**-0.5
     if num_tokens > 1:  # hide from each token the ones after it
         scores += np.triu(
@@ -162,7 +261,7 @@ def attend(queries: np.ndarray, span: kvspan.KVSpan) -> np.ndarray:
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
-    mixed = scores.reshape(num_kv_heads, -1, num_cached) @ span.values.transpose(1, 0, 2)
+    mixed = scores.reshape(num_kv_heads, -1, num_cached) @ values.transpose(1, 0, 2)
     return mixed.reshape(num_heads, num_tokens, head_dim).transpose(1, 0, 2).reshape(num_tokens, -1)
 
 
@@ -179,75 +278,93 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x * (0.5 + 0.5 * np.tanh(0.5 * x))  # x / (1 + exp(-x)), but can not overflow
 
 
-def generate(model, caches, prompt_ids, max_tokens, ignore_eos=False):
-    """Yield the most likely tokens after the prompt. The last one is not fed back, so the caches do not hold it."""
-    next_ids = prompt_ids
-    for _ in range(max_tokens):
-        token_id = int(forward(model, caches, next_ids).argmax())
-        if token_id == model.eos_id and not ignore_eos:
-            return
-        yield token_id
-        next_ids = [token_id]
-
-
 def show_progress(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
+# The demo
+
+
+def ask(model, prompts, max_tokens, prefix_caching):
+    """Answer the prompts over a new manager, with room for all at once; returns it, the requests and a picture."""
+    num_blocks = sum(-(-(len(prompt_ids) + max_tokens) // BLOCK_SIZE) for prompt_ids in prompts)
+    manager = new_manager(model, num_blocks, prefix_caching=prefix_caching)
+    requests = [
+        Request(f"request {number}", prompt_ids, max_tokens)
+        for number, prompt_ids in enumerate(prompts, start=1)
+    ]
+    fullest, peak = 0, ""
+    for running in serve(model, manager, requests):
+        num_tokens = sum(len(request.answer_ids) for request in requests)
+        show_progress(f"{len(running)} sequences are running, {num_tokens} tokens of answers ...")
+        if len(running) > fullest:
+            fullest, peak = len(running), picture(manager)
+    show_progress("")
+    return manager, requests, peak
+
+
+def picture(manager: kvspan.KvCacheManager) -> str:
+    """One character a block."""
+    marks = {"free": ".", "cached": "c", "pinned": "p"}
+    return "".join(
+        marks.get(block.state) or str(min(block.reference_count, 9))
+        for block in manager.inspect().blocks
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Ask SmolLM2-135M, run in NumPy over kvspan caches, and see what the caches save.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Ask SmolLM2-135M, run in NumPy over kvspan's blocks, several questions at once, "
+        "and see what it saves that their prompts begin alike.",
     )
+    parser.add_argument("question", nargs="?", help="one more question to ask")
     parser.add_argument(
-        "prompt", nargs="?", default="Write a haiku about the sea.", help="what to ask the model"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=48, metavar="N", help="end the answer after N tokens"
+        "--max-tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="end an answer after N tokens (default: %(default)s)",
     )
     args = parser.parse_args()
     if args.max_tokens < 1:
         parser.error("--max-tokens must be at least 1")
 
     model = load_model()
-    prompt_ids = model.tokenizer.encode(CHAT_TEMPLATE.format(args.prompt)).ids
-    max_tokens_per_seq = len(prompt_ids) + args.max_tokens
-    if max_tokens_per_seq > model.context_length:
+    questions = QUESTIONS if args.question is None else [*QUESTIONS, args.question]
+    prompts = [
+        model.tokenizer.encode(CHAT_TEMPLATE.format(system=SYSTEM_PROMPT, question=question)).ids
+        for question in questions
+    ]
+    longest = max(map(len, prompts)) + args.max_tokens
+    if longest > model.context_length:
         parser.error(
-            f"prompt and answer are {max_tokens_per_seq} tokens, the model takes {model.context_length}"
+            f"prompt and answer are {longest} tokens, the model takes {model.context_length}"
         )
-    caches = new_caches(model, max_tokens_per_seq)
 
+    manager, requests, peak = ask(model, prompts, args.max_tokens, prefix_caching=True)
     # For a terminal that can not show all that the model can say.
     sys.stdout.reconfigure(errors="replace")
-    print(f"Prompt: {args.prompt}\nAnswer: ", end="", flush=True)
-    # Holds back a character until all its tokens are there.
-    stream = decoders.DecodeStream(skip_special_tokens=True)
-    all_ids = list(prompt_ids)
-    times = [time.perf_counter()]
-    for token_id in generate(model, caches, prompt_ids, args.max_tokens):
-        times.append(time.perf_counter())
-        all_ids.append(token_id)
-        print(stream.step(model.tokenizer, token_id) or "", end="", flush=True)
-    num_bytes = sum(cache.nbytes for cache in caches)
-    print(
-        f"\n\nCaches: {num_bytes:,} bytes in {len(caches)} layers, {len(caches[0])} tokens in each"
-    )
+    for question, request in zip(questions, requests):
+        answer = model.tokenizer.decode(request.answer_ids)  # without the special tokens
+        print(f"Question: {question}\nAnswer:   {answer}\n")
 
-    if len(times) > 2:  # the first of the answer's tokens came out of the prompt
-        print(f"With the caches: {(len(times) - 2) / (times[-1] - times[1]):.1f} tokens/s")
-        num_repeats = min(len(times) - 2, 4)
-        begin = time.perf_counter()
-        # The last tokens again, each from all before it.
-        for end in range(len(all_ids) - num_repeats, len(all_ids)):
-            for cache in caches:
-                cache.reset()
-            forward(model, caches, all_ids[:end])
-        rate = num_repeats / (time.perf_counter() - begin)
+    _, without_reuse, _ = ask(model, prompts, args.max_tokens, prefix_caching=False)
+    print("           prompt  cached  first token  without reuse")
+    for request, other in zip(requests, without_reuse):
         print(
-            f"Without them:    {rate:.1f} tokens/s, as every token needs all the text before it again"
+            f"{request.name}  {len(request.prompt_ids):6}  {request.num_cached_tokens:6}  "
+            f"{request.seconds_to_first_token:9.3f} s  {other.seconds_to_first_token:11.3f} s"
         )
+    same = all(one.answer_ids == other.answer_ids for one, other in zip(requests, without_reuse))
+    print(f"Without reuse, the answers are {'the same' if same else 'DIFFERENT'}.\n")
+
+    stats = manager.stats()
+    print(
+        f"{stats.hit_tokens:,} of {stats.query_tokens:,} tokens of the prompts were there already. The blocks\n"
+        f"when most sequences ran (a number: how many have it; c: cached; .: free):\n\n  {peak}\n\n"
+        f"and in the end:\n\n  {picture(manager)}\n\n{manager}"
+    )
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import kvspan
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.py"
 PACKAGES = {
@@ -25,29 +26,10 @@ missing = [
 needs_packages = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
-def load_golden():
-    """The golden file's prompts, or the reason why there are none."""
-    folder = os.environ.get("KVSPAN_TEST_DATA")
-    if not folder:
-        return [], "KVSPAN_TEST_DATA is not set"
-    file = Path(folder) / "smollm2_golden_public.json"
-    if not file.is_file():
-        return [], f"KVSPAN_TEST_DATA has no {file.name}"
-    return json.loads(file.read_text(encoding="utf-8"))["prompts"], None
-
-
-golden_prompts, no_golden = load_golden()
-each_golden_prompt = pytest.mark.parametrize(
-    "golden",
-    [pytest.param(golden, id=golden["name"]) for golden in golden_prompts]
-    or [
-        pytest.param(
-            None,
-            id="none",
-            marks=pytest.mark.skip(reason=no_golden or "the golden file has no prompts"),
-        )
-    ],
-)
+@pytest.fixture(scope="module")
+def golden(test_data):
+    """What the reference implementation gave for some prompts."""
+    return json.loads((test_data / "smollm2_golden_public.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -64,47 +46,51 @@ def model(example):
 
 
 @needs_packages
-@each_golden_prompt
 def test_prompt_text_gives_the_golden_ids(model, golden):
-    assert model.tokenizer.encode(golden["prompt"]).ids == golden["prompt_ids"]
-    assert (
-        model.tokenizer.decode(golden["greedy_ids"], skip_special_tokens=False)
-        == golden["greedy_text"]
-    )
+    for prompt in golden["prompts"]:
+        assert model.tokenizer.encode(prompt["prompt"]).ids == prompt["prompt_ids"]
+        text = model.tokenizer.decode(prompt["greedy_ids"], skip_special_tokens=False)
+        assert text == prompt["greedy_text"]
 
 
 @needs_packages
-def test_chat_template_is_the_golden_one(example):
-    chats = [golden for golden in golden_prompts if golden["name"] == "capital_chat"]
-    if not chats:
-        pytest.skip(no_golden or "the golden file has no prompt capital_chat")
-    assert example.CHAT_TEMPLATE.format("What is the capital of France?") == chats[0]["prompt"]
+def test_chat_template_is_the_golden_one(example, golden):
+    [chat] = [prompt for prompt in golden["prompts"] if prompt["name"] == "capital_chat"]
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    question = "What is the capital of France?"
+    assert example.CHAT_TEMPLATE.format(system=system, question=question) == chat["prompt"]
 
 
 @needs_packages
-@each_golden_prompt
-def test_greedy_tokens_and_last_logits_are_the_golden_ones(example, model, golden):
-    prompt_ids, greedy_ids = golden["prompt_ids"], golden["greedy_ids"]
-    caches = example.new_caches(model, len(prompt_ids) + len(greedy_ids))
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["reuse", "no reuse"])
+def test_tokens_logits_and_hits_are_the_golden_ones(
+    example, model, golden, prefix_caching, monkeypatch
+):
+    last_logits = {}
 
-    tokens = list(example.generate(model, caches, prompt_ids, len(greedy_ids), ignore_eos=True))
+    def recording(model, manager, requests):
+        logits = forward(model, manager, requests)
+        last_logits.update((request.name, row) for request, row in zip(requests, logits))
+        return logits
 
-    assert tokens == greedy_ids
-    num_cached = len(prompt_ids) + len(greedy_ids) - 1
-    assert [len(cache) for cache in caches] == [num_cached] * len(model.layers)
+    forward = example.forward
+    monkeypatch.setattr(example, "forward", recording)
 
-    # The last step once more, over what the steps before it left in the caches.
-    for cache in caches:
-        cache.truncate(num_cached - 1)
-    logits = example.forward(model, caches, [greedy_ids[-2]])
-    assert_top_logits(logits, golden["last_step_top5"])
+    manager = example.new_manager(model, 100, prefix_caching=prefix_caching)
+    requests = [
+        example.Request(prompt["name"], prompt["prompt_ids"], golden["generated_tokens"])
+        for prompt in golden["prompts"]
+    ]
+    num_running = [len(running) for running in example.serve(model, manager, requests, True)]
 
-    # And all positions in one pass: the caches' content does not hang on how it was written.
-    for cache in caches:
-        cache.reset()
-    assert_top_logits(
-        example.forward(model, caches, prompt_ids + greedy_ids[:-1]), golden["last_step_top5"]
-    )
+    assert max(num_running) == len(requests)  # together, not one after the other
+    hits = golden["expected_block_hits_in_listed_order"]["block16_prompt only"]
+    for request, prompt, num_hits in zip(requests, golden["prompts"], hits, strict=True):
+        assert request.answer_ids == prompt["greedy_ids"]
+        assert request.num_cached_tokens == (num_hits * 16 if prefix_caching else 0)
+        assert_top_logits(last_logits[request.name], prompt["last_step_top5"])
+    assert not manager.leak_report()
+    manager.check_integrity()
 
 
 def assert_top_logits(logits, top):
@@ -114,32 +100,98 @@ def assert_top_logits(logits, top):
     )
 
 
-@needs_packages
-def test_generation_ends_at_eos(example, model):
-    prompt_ids = model.tokenizer.encode(
-        example.CHAT_TEMPLATE.format("What is the capital of France?")
-    ).ids
-    tokens = list(example.generate(model, example.new_caches(model, 64), prompt_ids, 24))
-    assert model.tokenizer.decode(tokens) == "The capital of France is Paris."
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("with_output", [False, True], ids=["prompt only", "prompt+output"])
+def test_blocks_of_any_size_hit_as_on_record(golden, block_size, with_output):
+    manager = kvspan.KvCacheManager(200, block_size=block_size, storage=False)
+    hits = []
+    for prompt in golden["prompts"]:
+        with manager.allocate(prompt["prompt_ids"]) as handle:
+            hits.append(handle.num_cached_tokens // block_size)
+            manager.commit(handle, prompt["prompt_ids"][handle.num_cached_tokens :])
+            if with_output:
+                output = prompt["greedy_ids"][:-1]
+                manager.extend(handle, len(output))
+                manager.commit(handle, output)
+    key = f"block{block_size}_{'prompt+output' if with_output else 'prompt only'}"
+    assert hits == golden["expected_block_hits_in_listed_order"][key]
+
+
+@pytest.fixture
+def questions(example, model):
+    """Makes a request for each of some questions, after a short system prompt that all have."""
+
+    def make(*questions, max_tokens):
+        return [
+            example.Request(
+                question,
+                model.tokenizer.encode(
+                    example.CHAT_TEMPLATE.format(system="Be brief.", question=question)
+                ).ids,
+                max_tokens,
+            )
+            for question in questions
+        ]
+
+    return make
 
 
 @needs_packages
-def test_script_prints_what_it_promises():
-    prompt = "What is the capital of France?"
-    run = run_example(prompt, "--max-tokens", "6")
+def test_answer_ends_at_eos(example, model, questions):
+    [request] = questions("What is the capital of France?", max_tokens=24)
+    for _ in example.serve(model, example.new_manager(model, 8), [request]):
+        pass
+    assert request.answer_ids[-1] == model.eos_id and len(request.answer_ids) < 24
+    assert model.tokenizer.decode(request.answer_ids) == "The capital of France is Paris."
+
+
+@needs_packages
+def test_requests_wait_for_blocks_and_answer_the_same(example, model, questions):
+    asked = ["Who are you?", "What is 2 + 2?", "Where is Rome?"]
+    answers = []
+    for num_blocks in [100, 4]:
+        requests = questions(*asked, max_tokens=8)
+        manager = example.new_manager(model, num_blocks)
+        num_running = max(len(running) for running in example.serve(model, manager, requests))
+        answers.append((num_running, [request.answer_ids for request in requests]))
+    (all_together, unhindered), (fewer, hindered) = answers
+    assert all_together == 3 > fewer
+    assert hindered == unhindered
+
+
+@needs_packages
+def test_a_request_that_can_never_fit_is_refused(example, model, questions):
+    manager = example.new_manager(model, 2)
+    with pytest.raises(kvspan.errors.OutOfBlocksError):
+        list(example.serve(model, manager, questions("Who are you?", max_tokens=48)))
+    assert not manager.leak_report()
+
+
+@needs_packages
+def test_script_prints_what_it_promises(example):
+    run = run_example("Where is Rome?", "--max-tokens", "6")
 
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
-    shown, figures = run.stdout.split("\n\n")
-    assert shown == f"Prompt: {prompt}\nAnswer: The capital of France is Paris"
-    num_bytes, num_layers = re.search(r"Caches: ([\d,]+) bytes in (\d+) layers", figures).groups()
-    assert int(num_layers) == 30
-    # Keys and values, float32, of 37 + 6 tokens with 3 heads of 64; an allocation may be rounded up.
-    floor = 30 * 2 * 4 * (37 + 6) * 3 * 64
-    assert floor <= int(num_bytes.replace(",", "")) < 2 * floor
-    with_caches = float(re.search(r"With the caches: +([\d.]+) tokens/s", figures)[1])
-    without_them = float(re.search(r"Without them: +([\d.]+) tokens/s", figures)[1])
-    assert with_caches > without_them
+    *answers, table, hits, peak, _, end, state = run.stdout.split("\n\n")
+    asked = [re.fullmatch(r"Question: (.*)\nAnswer:   .+", answer)[1] for answer in answers]
+    assert asked == [*example.QUESTIONS, "Where is Rome?"]
+
+    _, *rows, verdict = table.splitlines()
+    prompts, cached = zip(
+        *(map(int, re.match(r"request \d +(\d+) +(\d+) ", row).groups()) for row in rows)
+    )
+    num_shared = cached[-1]
+    assert num_shared > 200
+    assert cached == (0,) + (num_shared,) * (len(asked) - 1)
+    assert verdict == "Without reuse, the answers are the same."
+
+    assert hits.startswith(
+        f"{sum(cached):,} of {sum(prompts):,} tokens of the prompts were there already"
+    )
+    assert peak.count(str(len(asked))) == num_shared // 16  # blocks that all have
+    assert set(end.strip()) == {"c", "."}
+    assert f"0 in use, {end.count('c')} cached, {end.count('.')} free" in state
 
 
 @needs_packages
