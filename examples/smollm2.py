@@ -249,8 +249,9 @@ def attend(queries: np.ndarray, manager, handle, layer: int) -> np.ndarray:
     The query heads that share a KV head are the rows of one matrix; nothing is repeated.
     """
     num_tokens, num_heads, head_dim = queries.shape
-    keys, values = manager.read_range(handle, layer)
-    num_cached, num_kv_heads, _ = keys.shape
+    num_cached, num_kv_heads = handle.num_tokens, manager.num_kv_heads
+    keys, values = np.empty((2, num_cached, num_kv_heads, head_dim), np.float32)
+    manager.read_range_into(handle, layer, 0, num_cached, keys, values)  # out of any element type
     grouped = queries.transpose(1, 0, 2).reshape(num_kv_heads, -1, head_dim)
     scores = (grouped @ keys.transpose(1, 2, 0)).reshape(num_heads, num_tokens, num_cached)
     scores *= head_dim**-0.5
@@ -286,10 +287,10 @@ def show_progress(text: str) -> None:
 # The demo
 
 
-def ask(model, prompts, max_tokens, prefix_caching):
+def ask(model, prompts, max_tokens, **options):
     """Answer the prompts over a new manager, with room for all at once; returns it, the requests and a picture."""
     num_blocks = sum(-(-(len(prompt_ids) + max_tokens) // BLOCK_SIZE) for prompt_ids in prompts)
-    manager = new_manager(model, num_blocks, prefix_caching=prefix_caching)
+    manager = new_manager(model, num_blocks, **options)
     requests = [
         Request(f"request {number}", prompt_ids, max_tokens)
         for number, prompt_ids in enumerate(prompts, start=1)
@@ -326,6 +327,12 @@ def main() -> None:
         metavar="N",
         help="end an answer after N tokens (default: %(default)s)",
     )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "float16", "bfloat16", "int8"],
+        default="float32",
+        help="what keys and values are kept as (default: %(default)s)",
+    )
     args = parser.parse_args()
     if args.max_tokens < 1:
         parser.error("--max-tokens must be at least 1")
@@ -342,14 +349,16 @@ def main() -> None:
             f"prompt and answer are {longest} tokens, the model takes {model.context_length}"
         )
 
-    manager, requests, peak = ask(model, prompts, args.max_tokens, prefix_caching=True)
+    manager, requests, peak = ask(model, prompts, args.max_tokens, dtype=args.dtype)
     # For a terminal that can not show all that the model can say.
     sys.stdout.reconfigure(errors="replace")
     for question, request in zip(questions, requests):
         answer = model.tokenizer.decode(request.answer_ids)  # without the special tokens
         print(f"Question: {question}\nAnswer:   {answer}\n")
 
-    _, without_reuse, _ = ask(model, prompts, args.max_tokens, prefix_caching=False)
+    _, without_reuse, _ = ask(
+        model, prompts, args.max_tokens, dtype=args.dtype, prefix_caching=False
+    )
     print("           prompt  cached  first token  without reuse")
     for request, other in zip(requests, without_reuse):
         print(
