@@ -8,6 +8,7 @@ from typing import Any, assert_type
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib.axes import Axes
 
 import kvspan
 from kvspan import (
@@ -30,6 +31,7 @@ from kvspan import (
     SequenceReport,
     TensorView,
     errors,
+    replay,
 )
 
 Float32Array = npt.NDArray[np.float32]
@@ -310,3 +312,17 @@ def tables(table: BlockTable) -> None:
     assert_type(table.truncate(0), list[int])
     assert_type(BlockTable.blocks_needed_for_length(3, 2), int)
     table.block_size = 3  # type: ignore[misc]
+
+
+def plots(manager: KvCacheManager, ax: Axes) -> None:
+    assert_type(manager.plot(), Axes)
+    assert_type(manager.plot(ax=ax), Axes)
+
+    manager.plot("axes")  # type: ignore[arg-type]
+
+
+def replays() -> replay.Summary:
+    trace = replay.read_trace("trace.jsonl", block_size=16)
+    assert_type(trace.requests, list[replay.Request])
+    assert_type(replay.replay(trace, 10, block_size=32), Iterator[replay.Outcome])
+    return replay.summarize(replay.replay(trace, 10))
