@@ -2,6 +2,8 @@
 
 use std::any::Any;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::Instant;
 
 use kvspan::{
@@ -372,6 +374,28 @@ fn a_contiguous_handle_counts_the_tokens_that_all_layers_have() {
     assert_eq!((handle.num_tokens(), handle.block_table().sequence_length), (6, 6));
     let layer = KvError::LayerOutOfRange { layer: 2, num_layers: 2 };
     assert_eq!(handle.append(2, &row, &row), Err(layer));
+}
+
+#[test]
+fn the_tensor_of_a_layer_that_is_emptied_meanwhile_has_what_is_left() {
+    let handle = ContiguousKvCacheHandle::<f32>::make();
+    let cache = handle.layer(0).expect("it is there").clone();
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let row = [6.0; WIDTH];
+            while !over.load(Ordering::Relaxed) {
+                // While there is a tensor, its tokens stay.
+                if cache.truncate(0).is_ok() {
+                    cache.append(&row, &row).expect("it is empty");
+                }
+            }
+        });
+        let mut tensors = (0..200_000).map(|_| handle.key_cache(0).map(|_| ()));
+        let failed = tensors.find(Result::is_err);
+        over.store(true, Ordering::Relaxed);
+        assert_eq!(failed, None);
+    });
 }
 
 #[test]

@@ -182,11 +182,11 @@ impl<T: Element> ContiguousKvCacheHandle<T> {
         Ok(())
     }
 
-    /// All tokens of a layer. They can only have become more since their number was read.
+    /// All tokens of a layer, however many those who have its cache as well leave in it meanwhile.
     fn pin(&self, layer: usize) -> Result<PinnedSpan<T>> {
         let cache = self.layer(layer)?;
         self.touch();
-        cache.pin_range(0, cache.len())
+        cache.pin_until(0, None, Deadline::Never)
     }
 
     fn tensor(&self, layer: usize, plane: Plane) -> Result<Option<TensorRef>> {
