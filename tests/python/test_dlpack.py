@@ -409,6 +409,7 @@ def test_bfloat16_comes_in_and_is_given_back(shape, strides, offset, kind, tenso
         ({"major": 2}, "version is 2.7"),
         ({"name": b"another"}, "another name"),
         ({"shape": (-1, HEADS, DIM)}, "negative"),
+        ({"shape": (2**62, HEADS, DIM)}, "too large"),
     ],
 )
 def test_other_tensors_are_refused_and_given_back(options, said):
@@ -429,8 +430,10 @@ def test_a_tensor_without_a_deleter_needs_none(deleter):
     assert len(cache) == 2 and given.deleted == 0
 
 
-@pytest.mark.parametrize(("kind", "flags"), [(Versioned, READ_ONLY), (Legacy, 0)])
-def test_what_is_read_only_or_may_be_is_no_room(kind, flags):
+@pytest.mark.parametrize(
+    ("kind", "flags"), [(Versioned, READ_ONLY), (Versioned, IS_COPIED), (Legacy, 0)]
+)
+def test_what_is_read_only_or_may_be_or_is_a_copy_is_no_room(kind, flags):
     cache = bfloat16_cache()
     cache.append(*(side.astype(np.float32) for side in tokens(2)))
     room = Tensor(BITS.copy(), (2, HEADS, DIM), kind=kind, flags=flags)

@@ -172,7 +172,8 @@ impl Imported {
             Taken::Versioned(managed) => {
                 // SAFETY: the type's invariant.
                 let managed = unsafe { managed.as_ref() };
-                (managed.tensor, managed.flags & READ_ONLY != 0)
+                // What is written to a copy nobody sees.
+                (managed.tensor, managed.flags & (READ_ONLY | IS_COPIED) != 0)
             }
         };
         let num_axes = usize::try_from(tensor.num_axes)?;

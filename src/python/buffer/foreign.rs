@@ -301,10 +301,11 @@ impl Wanted {
     }
 
     fn in_tensor(&self, tensor: &Imported) -> PyResult<Memory> {
-        let found = tensor.look().map_err(|_| {
+        let impossible = || {
             invalid(format!("{} have axes or strides that are negative or too large", self.name))
-        });
-        let Found { data, shape, strides, dtype, readonly } = found?;
+        };
+        let found = tensor.look().map_err(|_| impossible())?;
+        let Found { data, shape, strides, dtype, readonly } = found;
         let named = dtype.as_ref().map_or_else(Clone::clone, |dtype| dtype.name().to_owned());
         let Some(dtype) = self.element_type(dtype.ok()) else {
             return Err(self.wrong_dtype(&named));
@@ -318,7 +319,8 @@ impl Wanted {
             close = close.saturating_mul(axis);
         }
         self.check(&shape, !readonly)?;
-        self.place(data, dtype, shape.iter().product())
+        let len = shape.iter().try_fold(1_usize, |len, &axis| len.checked_mul(axis));
+        self.place(data, dtype, len.ok_or_else(impossible)?)
     }
 
     #[inline]
