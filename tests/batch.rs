@@ -2,11 +2,15 @@
 
 mod common {
     pub(crate) mod sequences;
+    pub(crate) mod watchdog;
 }
 
+use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
-use common::sequences::{BLOCK_SIZE, config, numbers_of, read, write};
+use common::sequences::{BLOCK_SIZE, config, keys, numbers_of, read, values, write};
+use common::watchdog::within;
 use kvspan::{
     BlockId, BlockTables, Duplicates, Inspection, KeyChain, KeyRoot, KeyedRequest, KvCacheHandle,
     KvCacheManager, KvCacheManagerConfig, KvError, ManagerStats, PagedKvCacheHandle, PagedSpan,
@@ -241,6 +245,25 @@ fn sequences_grow_together_or_not_at_all() {
 }
 
 #[test]
+fn a_row_past_the_end_of_a_sequence_says_of_which_one() {
+    let manager = manager(4);
+    let mut handles = [allocate(&manager, &[1; 3]), allocate(&manager, &[2; 2])];
+    let rows = [7.0, 8.0];
+    let write_many = |layer, positions: [usize; 2]| {
+        let manager = &manager;
+        move |all: &mut [&mut PagedKvCacheHandle]| {
+            manager.write_many(layer, all, &positions, &keys(&rows), &values(&rows))
+        }
+    };
+    let past = KvError::RangeOutOfBounds { start: 2, end: 3, len: 2 };
+    refuses(&manager, &mut handles, write_many(0, [2, 2]), &entry(1, past));
+    // The layer is that of the whole call.
+    let layer = KvError::LayerOutOfRange { layer: 9, num_layers: 2 };
+    refuses(&manager, &mut handles, write_many(9, [2, 1]), &layer);
+    assert_eq!(read(&manager, &handles[0], 0), [0.0; 3]);
+}
+
+#[test]
 fn what_is_shared_is_copied_for_each_but_the_last_and_the_call_says_so() {
     let manager = manager(6);
     let first = allocate(&manager, &[1; 6]);
@@ -414,6 +437,42 @@ fn nonsense_in_a_table_is_found_before_anything_happens() {
     refuses(&manager, &mut handles, |handles| manager.extend_many(handles, &[1, 1]), &error);
     refuses(&manager, &mut handles, |handles| manager.commit_many(handles, &[&[1], &[2]]), &error);
     refuses(&manager, &mut handles, |handles| manager.block_tables(handles), &error);
+}
+
+/// A reference whose code asks the manager something.
+struct Curious<'a>(&'a KvCacheManager, &'a mut PagedKvCacheHandle);
+
+impl Deref for Curious<'_> {
+    type Target = PagedKvCacheHandle;
+
+    fn deref(&self) -> &PagedKvCacheHandle {
+        self.0.stats();
+        self.1
+    }
+}
+
+impl DerefMut for Curious<'_> {
+    fn deref_mut(&mut self) -> &mut PagedKvCacheHandle {
+        self.0.stats();
+        self.1
+    }
+}
+
+#[test]
+fn what_refers_to_a_handle_may_ask_the_manager() {
+    within(Duration::from_mins(1), || {
+        let manager = manager(4);
+        let mut handles = [allocate(&manager, &[1]), allocate(&manager, &[2])];
+        let mut curious = handles
+            .each_mut()
+            .map(|handle| Curious(&manager, handle))
+            .into_iter()
+            .collect::<Vec<_>>();
+        assert_eq!(manager.extend_many(&mut curious, &[1, 5]), Ok(vec![]));
+        assert_eq!(manager.commit_many(&mut curious, &[&[1, 1], &[2]]), Ok(()));
+        assert_eq!(manager.block_tables(&curious).map(|tables| tables.width), Ok(2));
+        assert_eq!(manager.free_many(&curious), Ok(()));
+    });
 }
 
 #[test]

@@ -183,9 +183,9 @@ impl<T: Element> PagedKvCacheHandle<T> {
         };
         let mut parts = Vec::with_capacity(handles.len());
         for (index, handle) in handles.iter_mut().enumerate() {
-            handle.sync()?;
+            handle.sync().map_err(|error| in_batch(index, error))?;
             let tokens = handle.check_write(layer, positions[index], width, width);
-            let tokens = tokens.map_err(|error| handle.stale_or(error))?;
+            let tokens = tokens.map_err(|error| in_batch(index, handle.stale_or(error)))?;
             let Self { lease, table, .. } = &mut **handle;
             parts.push((&*lease, table, tokens));
         }

@@ -99,7 +99,7 @@ impl<T: Element> KvCacheManager<T> {
         additional: &[usize],
     ) -> Result<Vec<(usize, BlockCopy)>> {
         check_count("numbers of tokens", additional.len(), handles.len())?;
-        PagedKvCacheHandle::extend_many(&self.store, handles, |index| additional[index])
+        PagedKvCacheHandle::extend_many(&self.store, &mut all(handles), |index| additional[index])
     }
 
     /// Commits tokens of each sequence; see [`commit`](Self::commit).
@@ -115,7 +115,7 @@ impl<T: Element> KvCacheManager<T> {
         tokens: &[&[u32]],
     ) -> Result<()> {
         check_count("lists of tokens", tokens.len(), handles.len())?;
-        PagedKvCacheHandle::commit_many(&self.store, handles, |index| tokens[index])
+        PagedKvCacheHandle::commit_many(&self.store, &mut all(handles), |index| tokens[index])
     }
 
     /// Gives the blocks of many sequences back; see [`free`](Self::free).
@@ -181,4 +181,12 @@ impl<T: Element> KvCacheManager<T> {
     fn check_all(&self, handles: &[impl Deref<Target = PagedKvCacheHandle<T>>]) -> Result<()> {
         handles.iter().try_for_each(|handle| self.check(handle))
     }
+}
+
+/// The handles behind whatever refers to them. What does so is a caller's code, which must not run under
+/// a lock, and is asked only once.
+fn all<T: Element>(
+    handles: &mut [impl DerefMut<Target = PagedKvCacheHandle<T>>],
+) -> Vec<&mut PagedKvCacheHandle<T>> {
+    handles.iter_mut().map(|handle| &mut **handle).collect()
 }

@@ -143,8 +143,8 @@ pub struct RequestOptions<'a> {
 ///
 /// # Errors
 ///
-/// After any error everything is as it was: no count, no order, no content has changed. Every use of
-/// a handle can be [`KvError::StaleHandle`] if its sequence was freed, [`KvError::ForeignHandle`] if
+/// After any error everything is as it was: no order and no content has changed, and no count but that
+/// of the allocations refused. Every use of a handle can be [`KvError::StaleHandle`] if its sequence was freed, [`KvError::ForeignHandle`] if
 /// it belongs to another manager, and [`KvError::InconsistentTable`] after nonsense was written to its
 /// block table.
 ///
@@ -399,7 +399,8 @@ impl<T: Element> KvCacheManager<T> {
     /// # Errors
     ///
     /// [`KvError::CountMismatch`] if there are not as many positions as sequences, and those of
-    /// [`write`](Self::write). Nothing is written then.
+    /// [`write`](Self::write), as a [`KvError::BatchEntry`] where only that says which sequence it is
+    /// about. Nothing is written then.
     ///
     /// # Examples
     ///

@@ -1,6 +1,6 @@
 //! What is done to many sequences in one step: all of it, or nothing.
 
-use std::ops::{DerefMut, Range};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -59,7 +59,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
     /// Makes sequences longer; returns what was copied, and for which of them.
     pub(crate) fn extend_many(
         store: &Store<T>,
-        handles: &mut [impl DerefMut<Target = Self>],
+        handles: &mut [&mut Self],
         additional: impl Fn(usize) -> usize,
     ) -> Result<Vec<(usize, BlockCopy)>> {
         // Those that need more than room in a block that is theirs.
@@ -115,7 +115,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
 
     fn extend_some(
         store: &Store<T>,
-        handles: &mut [impl DerefMut<Target = Self>],
+        handles: &mut [&mut Self],
         some: &[usize],
         additional: impl Fn(usize) -> usize,
     ) -> Result<Vec<(usize, BlockCopy)>> {
@@ -129,7 +129,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
     /// Makes some of the sequences longer, in whatever way it takes.
     pub(super) fn extend_synced(
         store: &Store<T>,
-        handles: &mut [impl DerefMut<Target = Self>],
+        handles: &mut [&mut Self],
         some: &[usize],
         additional: impl Fn(usize) -> usize,
     ) -> Result<Vec<(usize, BlockCopy)>> {
@@ -141,7 +141,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
         let (mut new, mut copies) = (&*grant.new, grant.copies.into_iter().peekable());
         let mut made = Vec::new();
         for &index in some {
-            let handle = &mut handles[index];
+            let handle = &mut *handles[index];
             while let Some((_, copy)) = copies.next_if(|&(id, _)| id == handle.lease.id()) {
                 handle.table.adopt_at(copy.block_index, copy.to);
                 made.push((index, copy));
@@ -162,7 +162,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
     /// Commits tokens of sequences.
     pub(crate) fn commit_many<'a>(
         store: &Store<T>,
-        handles: &mut [impl DerefMut<Target = Self>],
+        handles: &mut [&mut Self],
         tokens: impl Fn(usize) -> &'a [u32],
     ) -> Result<()> {
         // Those of which there is more to see to than that tokens are known now.
@@ -206,7 +206,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
 
     fn commit_some<'a>(
         store: &Store<T>,
-        handles: &mut [impl DerefMut<Target = Self>],
+        handles: &mut [&mut Self],
         some: &[usize],
         tokens: impl Fn(usize) -> &'a [u32],
     ) -> Result<()> {
@@ -234,7 +234,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
     /// Commits tokens of some of the sequences, which are right for all that one can see.
     fn commit_checked<'a>(
         store: &Store<T>,
-        handles: &mut [impl DerefMut<Target = Self>],
+        handles: &mut [&mut Self],
         some: &[usize],
         tokens: impl Fn(usize) -> &'a [u32],
     ) -> Result<()> {
@@ -312,11 +312,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
 }
 
 /// Calls `call` with all handles but some, whose places are in ascending order.
-fn for_all_but<H: DerefMut>(
-    some: &[usize],
-    handles: &mut [H],
-    call: impl Fn(usize, &mut H::Target),
-) {
+fn for_all_but<H>(some: &[usize], handles: &mut [&mut H], call: impl Fn(usize, &mut H)) {
     let mut some = some.iter().peekable();
     for (index, handle) in handles.iter_mut().enumerate() {
         if some.next_if_eq(&&index).is_none() {
@@ -329,7 +325,9 @@ fn for_all_but<H: DerefMut>(
 pub(crate) fn in_batch(index: usize, error: KvError) -> KvError {
     match error {
         // Of one of these, or of all.
-        KvError::StaleHandle { .. } | KvError::OutOfBlocks { .. } => error,
+        KvError::StaleHandle { .. }
+        | KvError::OutOfBlocks { .. }
+        | KvError::LayerOutOfRange { .. } => error,
         error => KvError::BatchEntry { index, source: Box::new(error) },
     }
 }
