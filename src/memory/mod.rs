@@ -18,7 +18,7 @@
 //! * A **pin** keeps a range of published rows as it is, without holding any lock.
 //!
 //! [`BlockRows`] is another front door, to the rows of many blocks in one allocation. There each block
-//! has a lock and pins of its own, and nothing else is held while a block's lock is waited for.
+//! has a lock and pins of its own. Who takes two of those locks takes that of the lower number first.
 //!
 //! Lock order: gate, then tail, then the leaf lock inside `Pins`. Nobody waits for a pin, and no
 //! caller's code runs, while the tail or the leaf lock is held.

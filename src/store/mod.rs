@@ -7,7 +7,8 @@
 //!   frees them: a block can not go to another sequence while somebody still writes to it.
 //! * The **state** is all bookkeeping. Nothing is copied or zeroed while it is held.
 //!
-//! Lock order: fences, then the state or the lock of one block, which are both leaves.
+//! Lock order: fences, then the state or the locks of blocks, none of which is taken under the other;
+//! under both only registers of pins.
 
 mod lease;
 mod report;
@@ -233,7 +234,8 @@ impl<T: Element> Store<T> {
     }
 
     /// Has blocks be found, all of them or none; returns those that were merged with others: the place
-    /// of the commit, the index of the block, and the other block. The fences are held.
+    /// of the commit, the index of the block, and the other block. No fence is needed, since no content
+    /// is touched.
     pub(crate) fn commit(&self, commits: &[Commit<'_>]) -> Result<Vec<(usize, usize, BlockId)>> {
         self.state.lock().commit(commits)
     }
