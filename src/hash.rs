@@ -35,6 +35,12 @@ impl BlockKey {
     /// The key of nothing, with which arrays are filled.
     pub(crate) const BLANK: Self = Self([0; 32]);
 
+    /// A key that no content has.
+    #[cfg(test)]
+    pub(crate) const fn of(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+
     /// Returns the digest.
     pub const fn as_bytes(&self) -> &[u8; 32] {
         &self.0

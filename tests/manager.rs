@@ -235,6 +235,23 @@ fn extra_keys_of_blocks_that_are_not_there_yet_are_not_lost() {
     }
 }
 
+#[test]
+fn a_commit_that_is_refused_at_its_second_block_has_not_committed_the_first() {
+    let manager = manager(8);
+    let mut handle = manager.allocate(&[], &PLAIN).unwrap();
+    manager.extend(&mut handle, 8).unwrap();
+    let mut fork = manager.fork(&handle, None).unwrap();
+    manager.commit(&mut fork, &[1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
+    // From here on the first block of the two differs, and the second is still shared.
+    write(&manager, &mut handle, 0, 0, &[9.0]).unwrap();
+    let block = blocks(&handle)[1];
+    let (state, wanted) = ("committed under another key", "uncommitted");
+    let differs = KvError::WrongBlockState { block, state, wanted };
+    let call = || manager.commit(&mut handle, &[9, 2, 3, 4, 5, 6, 7, 8]);
+    refuses(&manager, call, &differs);
+    assert_eq!((handle.num_committed_tokens(), handle.tokens()), (0, &[][..]));
+}
+
 // All or nothing
 
 #[test]
@@ -511,6 +528,28 @@ fn a_committed_block_that_is_cut_is_shared_no_more() {
     check(&manager, &handle, &tokens[..6]);
     check(&manager, &fork, &tokens[..8]);
     assert_eq!(manager.probe(&tokens, &PLAIN), Ok(8));
+}
+
+#[test]
+fn a_cut_does_not_count_on_blocks_that_somebody_else_keeps() {
+    let manager = manager(3);
+    let tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9];
+    let mut handle = start(&manager, &tokens);
+    let fork = manager.fork(&handle, None).unwrap();
+    // The last block is the handle's alone, and the second is shared.
+    manager.truncate(&mut handle, 8).unwrap();
+    manager.extend(&mut handle, 1).unwrap_err();
+    drop(fork);
+    manager.extend(&mut handle, 1).unwrap();
+    let mut fork = manager.fork(&handle, None).unwrap();
+    manager.truncate(&mut fork, 8).unwrap();
+    let view = manager.view(&handle, 0, 8, 9).unwrap();
+    let none = KvError::OutOfBlocks { needed: 1, free: 0, evictable: 0, pinned: 0 };
+    refuses(&manager, || manager.truncate(&mut handle, 6), &none);
+    drop(view);
+    let copy = manager.truncate(&mut handle, 6).unwrap().expect("the cut frees a block");
+    assert_eq!(copy.block_index, 1);
+    check(&manager, &fork, &tokens[..8]);
 }
 
 #[test]

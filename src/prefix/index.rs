@@ -100,3 +100,25 @@ impl KeyIndex {
         self.blocks.find(self.key(block).leading(), |&other| other == block).is_some()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_that_differ_in_one_bit_are_two() {
+        let [one, other] = [1, 2].map(|id| BlockId::new(id).unwrap());
+        for bit in 0..256 {
+            let mut bytes = [0; 32];
+            bytes[bit / 8] = 1 << (bit % 8);
+            let key = BlockKey::of(bytes);
+            let mut index = KeyIndex::new(2).unwrap();
+            assert_eq!(index.find_or_insert(one, &BlockKey::BLANK), None);
+            assert_eq!(index.find(&key), None, "bit {bit} counts");
+            assert_eq!(index.find_or_insert(other, &key), None);
+            assert_eq!((index.find(&key), index.find(&BlockKey::BLANK)), (Some(other), Some(one)));
+            index.remove(one);
+            assert_eq!((index.find(&key), index.find(&BlockKey::BLANK)), (Some(other), None));
+        }
+    }
+}
