@@ -268,6 +268,61 @@ fn a_sequence_that_is_closed_while_it_is_written_harms_nobody() {
 }
 
 #[test]
+fn of_two_that_free_the_same_sequences_one_does_and_nobody_reads_what_is_gone() {
+    explore(|| {
+        let manager = &manager(4);
+        let handles = [40.0, 50.0].map(|number| {
+            let mut handle = manager.allocate(&[0; 4], &PLAIN).expect("there is room");
+            write(manager, &mut handle, 0, 0, &[number; 4]).expect("it is alone");
+            handle
+        });
+        let [one, other] = &handles;
+        thread::scope(|scope| {
+            let freed = scope.spawn(|| manager.free_many(&[one, other]).is_ok());
+            scope.spawn(|| {
+                let (mut k, mut v) = ([0.0; 8], [0.0; 8]);
+                let copied = manager.read_range_into(other, 0, 0, 4, &mut k, &mut v);
+                if unless_freed(copied).is_some() {
+                    assert_eq!(numbers(&k, &v), [50.0; 4], "it is read before it is freed");
+                }
+                use_blocks(manager, 3, 60.0);
+            });
+            let also_freed = manager.free_many(&[other, one]).is_ok();
+            use_blocks(manager, 1, 70.0);
+            assert!(freed.join().expect("it is well") != also_freed, "one of the two frees both");
+        });
+        all_is_given_back(manager);
+    });
+}
+
+#[test]
+fn calls_for_many_do_all_or_nothing_whoever_is_freed_meanwhile() {
+    explore(|| {
+        let manager = &manager(6);
+        let options = [NAMED, PLAIN];
+        let requests = options.map(|options| (&PROMPT[..6], options));
+        let mut handles = manager.allocate_many(&requests).expect("there is room");
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                manager.free_request("a").expect("nobody else frees it");
+                use_blocks(manager, 2, 50.0);
+            });
+            let mut both = handles.iter_mut().collect::<Vec<_>>();
+            // Within a block, and past its end.
+            let inside = unless_freed(manager.extend_many(&mut both, &[1, 1]));
+            let extended = unless_freed(manager.extend_many(&mut both, &[1, 3]));
+            let committed = unless_freed(manager.commit_many(&mut both, &[&PROMPT[..5]; 2]));
+            let expected = 6 + usize::from(inside.is_some()) + 3 * usize::from(extended.is_some());
+            assert_eq!(handles[1].num_tokens(), expected, "all or nothing");
+            let expected = 5 * usize::from(committed.is_some());
+            assert_eq!(handles[1].num_committed_tokens(), expected, "all or nothing");
+        });
+        drop(handles);
+        all_is_given_back(manager);
+    });
+}
+
+#[test]
 fn a_view_that_ends_elsewhere_gives_its_blocks_back_whole() {
     explore(|| {
         let manager = &manager(2);
