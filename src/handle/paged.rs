@@ -286,7 +286,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
             let elements = done..done + slots.len() * width;
             done = elements.end;
             let at = BlockSlots { block: self.table.physical_blocks[index], layer, slots };
-            rows.read(&at, &keys.part(elements.clone()), &values.part(elements))?;
+            rows.read(&at, &mut keys.part(elements.clone()), &mut values.part(elements))?;
         }
         self.touch();
         Ok(())

@@ -445,7 +445,8 @@ impl<T: Element> LayerKvCache<T> {
         T: Transfer<S>,
     {
         let range = start_token..end_token;
-        self.copy_out_until(range, &keys_out.into(), &values_out.into(), Deadline::Never)
+        let (keys, values) = (&mut keys_out.into(), &mut values_out.into());
+        self.copy_out_until(range, keys, values, Deadline::Never)
     }
 
     /// Returns a copy of one token, of int8 as `f32`.
@@ -619,8 +620,8 @@ impl<T: Element> LayerKvCache<T> {
     pub(crate) fn copy_out_until(
         &self,
         range: Range<usize>,
-        keys: &Target<'_, T>,
-        values: &Target<'_, T>,
+        keys: &mut Target<'_, T>,
+        values: &mut Target<'_, T>,
         deadline: Deadline,
     ) -> Result<()> {
         self.rows()?.copy_out(range, keys, values, deadline)

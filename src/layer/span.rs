@@ -135,7 +135,7 @@ impl<T: Element> KVSpan<'_, T> {
     pub fn to_vecs(&self) -> (Numbers<T>, Numbers<T>) {
         let copy = |data: &[T], scales| {
             let mut numbers = vec![T::Number::zeroed(); data.len()];
-            Stored { data, scales }.copy_to(&Target::new(&mut numbers));
+            Stored { data, scales }.copy_to(&mut Target::new(&mut numbers));
             numbers
         };
         (copy(self.keys, self.key_scales), copy(self.values, self.value_scales))

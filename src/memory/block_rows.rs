@@ -93,10 +93,10 @@ impl<T: Element> BlockRows<T> {
     pub(crate) fn read(
         &self,
         at: &BlockSlots,
-        keys: &Target<'_, T>,
-        values: &Target<'_, T>,
+        keys: &mut Target<'_, T>,
+        values: &mut Target<'_, T>,
     ) -> Result<()> {
-        let (guard, places) = self.locate(at)?;
+        let (guard, [keys_at, values_at]) = self.locate(at)?;
         let wanted = at.slots.len() * self.geometry.width;
         for (plane, given) in [("keys", keys.len()), ("values", values.len())] {
             if given < wanted {
@@ -104,10 +104,10 @@ impl<T: Element> BlockRows<T> {
             }
         }
         let _shared = guard.lock.read();
-        for (place, target) in places.iter().zip([keys, values]) {
-            // SAFETY: the lock is held shared.
-            unsafe { self.buffer.read(place, target) };
-        }
+        // SAFETY: the lock is held shared.
+        unsafe { self.buffer.read(&keys_at, keys) };
+        // SAFETY: likewise.
+        unsafe { self.buffer.read(&values_at, values) };
         Ok(())
     }
 
@@ -275,8 +275,9 @@ mod tests {
 
     fn keys(rows: &BlockRows<f32>, block: u32, layer: usize) -> Vec<f32> {
         let (mut keys, mut values) = (vec![0.0; 8], vec![0.0; 8]);
-        let (into_keys, into_values) = (keys.as_mut_slice().into(), values.as_mut_slice().into());
-        rows.read(&at(block, layer, 0..4), &into_keys, &into_values).unwrap();
+        let (into_keys, into_values) =
+            (&mut keys.as_mut_slice().into(), &mut values.as_mut_slice().into());
+        rows.read(&at(block, layer, 0..4), into_keys, into_values).unwrap();
         assert_eq!(values, keys.iter().map(|key| -key).collect::<Vec<_>>());
         keys.into_iter().step_by(2).collect()
     }

@@ -52,7 +52,7 @@ impl<T: Element> Stored<'_, T> {
     pub(super) const EMPTY: Self = Self { data: &[], scales: &[] };
 
     /// Copies the elements to the start of `target`, which has room for them.
-    pub(crate) fn copy_to(&self, target: &Target<'_, T>) {
+    pub(crate) fn copy_to(&self, target: &mut Target<'_, T>) {
         match target {
             Target::Stored(space) => space.fill(0, self.data),
             Target::Numbers(space) => {
@@ -258,7 +258,7 @@ impl Buffer {
     /// # Safety
     ///
     /// Their elements are of this type, and nobody writes to them meanwhile.
-    pub(super) unsafe fn read<T: Element>(&self, place: &Place, target: &Target<'_, T>) {
+    pub(super) unsafe fn read<T: Element>(&self, place: &Place, target: &mut Target<'_, T>) {
         // SAFETY: the caller's promise.
         unsafe { self.rows::<T>(place) }.copy_to(target);
     }
@@ -365,12 +365,6 @@ unsafe impl<U: Sync> Send for Run<'_, U> {}
 // SAFETY: it stands for a `&[U]`, which is `Sync`.
 unsafe impl<U: Sync> Sync for Run<'_, U> {}
 
-// SAFETY: it stands for a `&mut [U]`, which is `Send`.
-unsafe impl<U: Send> Send for Space<'_, U> {}
-
-// SAFETY: it stands for a `&mut [U]`, which is `Sync`.
-unsafe impl<U: Sync> Sync for Space<'_, U> {}
-
 impl<'a, U> From<&'a [U]> for Run<'a, U> {
     fn from(slice: &'a [U]) -> Self {
         Self { values: NonNull::from(slice).cast(), len: slice.len(), _owner: PhantomData }
@@ -423,7 +417,7 @@ impl Run<'_, f32> {
 
 impl<U> Space<'_, U> {
     /// Copies `values` to their place from `at` on.
-    fn fill(&self, at: usize, values: &[U]) {
+    fn fill(&mut self, at: usize, values: &[U]) {
         let room = part(self.values, self.len, &(at..at.saturating_add(values.len())));
         // SAFETY: the room is writable by the type's invariant, and inside by `part`. The two may
         // overlap.

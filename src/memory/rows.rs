@@ -207,8 +207,8 @@ impl<T: Element> Rows<T> {
     pub(crate) fn copy_out(
         &self,
         range: Range<usize>,
-        keys: &Target<'_, T>,
-        values: &Target<'_, T>,
+        keys: &mut Target<'_, T>,
+        values: &mut Target<'_, T>,
         deadline: Deadline,
     ) -> Result<()> {
         check_order(&range)?;
@@ -221,10 +221,11 @@ impl<T: Element> Rows<T> {
         let _shared = self.gate.shared(deadline).ok_or_else(|| busy(&range))?;
         self.check_published(&range)?;
         let Some(buffer) = self.buffer.get() else { return Ok(()) };
-        for (place, target) in self.geometry.places(&range).iter().zip([keys, values]) {
-            // SAFETY: the rows are published, and the gate is held shared.
-            unsafe { buffer.read(place, target) };
-        }
+        let [keys_at, values_at] = self.geometry.places(&range);
+        // SAFETY: the rows are published, and the gate is held shared.
+        unsafe { buffer.read(&keys_at, keys) };
+        // SAFETY: likewise.
+        unsafe { buffer.read(&values_at, values) };
         Ok(())
     }
 

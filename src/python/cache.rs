@@ -146,11 +146,12 @@ impl PyLayerKvCache {
     ) -> PyResult<()> {
         let cache = self.cache.get()?;
         let nbytes = self.nbytes_of(range.len());
-        let (keys, values) = (keys.values(), values.values());
+        let (mut keys, mut values) = (keys.values(), values.values());
         patience::run(py, nbytes, None, |patience| {
             let (range, deadline) = (range.clone(), patience.deadline);
             each!(cache, cache => {
-                cache.copy_out_until(range, &keys.target(), &values.target(), deadline)
+                let (keys, values) = (&mut keys.target(), &mut values.target());
+                cache.copy_out_until(range, keys, values, deadline)
             })
         })
     }

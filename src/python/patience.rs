@@ -29,7 +29,7 @@ pub(super) fn run<R: Send>(
     py: Python<'_>,
     bytes: usize,
     timeout: Option<Duration>,
-    call: impl Fn(Patience) -> Result<R> + Send + Sync,
+    mut call: impl FnMut(Patience) -> Result<R> + Send,
 ) -> PyResult<R> {
     if !is_long_copy(bytes) {
         match call(Patience { deadline: Deadline::Now, for_pins: timeout.is_some() }) {
@@ -44,7 +44,7 @@ pub(super) fn run<R: Send>(
 fn run_detached<R: Send>(
     py: Python<'_>,
     timeout: Option<Duration>,
-    call: impl Fn(Patience) -> Result<R> + Send + Sync,
+    mut call: impl FnMut(Patience) -> Result<R> + Send,
 ) -> PyResult<R> {
     let end = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
     loop {

@@ -429,13 +429,11 @@ impl PyKvCacheManager {
         let manager = self.core()?;
         let names = ["keys_out", "values_out"];
         let (keys, values) = Room::pair([keys_out, values_out], names, self.dtype, self.dims())?;
-        let (keys, values) = (keys.values(), values.values());
+        let (mut keys, mut values) = (keys.values(), values.values());
         let range = start.0..end.0;
-        handle
-            .0
-            .get()
-            .handle
-            .read(py, |handle| manager.read_range_to(handle, layer.0, range, &keys, &values))
+        handle.0.get().handle.read(py, |handle| {
+            manager.read_range_to(handle, layer.0, range, &mut keys, &mut values)
+        })
     }
 
     /// Says that `tokens` follow the committed ones, and are written in all layers.

@@ -188,8 +188,8 @@ impl AnyKvCacheManager {
         handle: &AnyPagedHandle,
         layer: usize,
         range: Range<usize>,
-        keys: &ValuesMut<'_>,
-        values: &ValuesMut<'_>,
+        keys: &mut ValuesMut<'_>,
+        values: &mut ValuesMut<'_>,
     ) -> Result<()> {
         own!((self, handle) as (manager, handle) => {
             manager.read_range_to(handle, layer, range, &mut keys.target(), &mut values.target())

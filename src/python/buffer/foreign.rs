@@ -74,9 +74,6 @@ unsafe impl Sync for Values<'_> {}
 // SAFETY: it stands for a slice, which is `Send`.
 unsafe impl Send for ValuesMut<'_> {}
 
-// SAFETY: it stands for a slice, which is `Sync`.
-unsafe impl Sync for ValuesMut<'_> {}
-
 impl<'a> Values<'a> {
     /// For a cache of these elements, whose type the memory was checked for.
     pub(in crate::python) fn source<T: Element>(self) -> Source<'a, T> {
@@ -88,7 +85,7 @@ impl<'a> Values<'a> {
 
 impl ValuesMut<'_> {
     /// For a cache of these elements, whose type the memory was checked for.
-    pub(in crate::python) fn target<T: Element>(&self) -> Target<'_, T> {
+    pub(in crate::python) fn target<T: Element>(&mut self) -> Target<'_, T> {
         let Memory { data, dtype, len } = self.memory;
         // SAFETY: the type's invariant.
         unsafe { Target::from_raw(dtype, data, len) }
