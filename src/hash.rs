@@ -179,9 +179,23 @@ impl KeyChain {
 
     /// Appends tokens, and the keys of the blocks that they fill.
     pub fn extend(&mut self, tokens: &[u32]) {
-        let Self { block_size, keys, .. } = self;
         self.tokens.extend_from_slice(tokens);
-        let unkeyed = &self.tokens[keys.len() * widen(*block_size)..];
+        self.add_keys();
+    }
+
+    /// The same of a list that the chain can keep, if it is still empty.
+    pub(crate) fn start(&mut self, tokens: Vec<u32>) {
+        if self.tokens.is_empty() {
+            self.tokens = tokens;
+            self.add_keys();
+        } else {
+            self.extend(&tokens);
+        }
+    }
+
+    fn add_keys(&mut self) {
+        let Self { block_size, tokens, keys, .. } = self;
+        let unkeyed = &tokens[keys.len() * widen(*block_size)..];
         if unkeyed.len() < widen(*block_size) {
             return;
         }

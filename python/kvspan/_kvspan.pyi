@@ -33,6 +33,7 @@ __all__ = [
     "Inspection",
     "KVCacheConfig",
     "KVSpan",
+    "KeyChain",
     "KvCacheManager",
     "LayerKvCache",
     "LeakReport",
@@ -371,7 +372,7 @@ class KvCacheManager:
         """Bytes of all blocks."""
     def allocate(
         self,
-        tokens: _Ids,
+        tokens: _Ids | KeyChain,
         request_id: str | None = None,
         *,
         cache_salt: str | None = None,
@@ -382,7 +383,7 @@ class KvCacheManager:
         """Starts a sequence."""
     def probe(
         self,
-        tokens: _Ids,
+        tokens: _Ids | KeyChain,
         *,
         cache_salt: str | None = None,
         lora_id: str | None = None,
@@ -445,6 +446,52 @@ class KvCacheManager:
         """Copies tokens to the start of two arrays."""
     def commit(self, handle: PagedKvCacheHandle, tokens: _Ids) -> None:
         """Says which tokens were written."""
+    def keys(
+        self,
+        tokens: _Ids,
+        *,
+        cache_salt: str | None = None,
+        lora_id: str | None = None,
+        extra_keys: _ExtraKeys | None = None,
+    ) -> KeyChain:
+        """Returns tokens with the keys of their blocks."""
+    def allocate_many(
+        self,
+        tokens: Iterable[_Ids | KeyChain],
+        request_ids: Iterable[str | None] | None = None,
+        *,
+        cache_salts: Iterable[str | None] | None = None,
+        lora_ids: Iterable[str | None] | None = None,
+        lookahead: SupportsIndex = 0,
+    ) -> list[PagedKvCacheHandle]:
+        """Starts many sequences."""
+    def extend_many(
+        self,
+        handles: Iterable[PagedKvCacheHandle],
+        num_tokens: SupportsIndex | _Indices = 1,
+        *,
+        copies: list[tuple[int, BlockCopy]] | None = None,
+    ) -> npt.NDArray[np.int64]:
+        """Makes room for more tokens of each sequence."""
+    def commit_many(
+        self,
+        handles: Iterable[PagedKvCacheHandle],
+        tokens: _Ids | Iterable[_Ids],
+    ) -> None:
+        """Says which tokens of each sequence were written."""
+    def free_many(self, handles: Iterable[PagedKvCacheHandle]) -> None:
+        """Gives the blocks of many sequences back."""
+    def block_tables(self, handles: Iterable[PagedKvCacheHandle]) -> npt.NDArray[np.int32]:
+        """Returns which blocks each sequence has."""
+    def slot_mappings(
+        self,
+        handles: Iterable[PagedKvCacheHandle],
+        starts: SupportsIndex | _Indices,
+        ends: SupportsIndex | _Indices | None = None,
+    ) -> npt.NDArray[np.int64]:
+        """Returns the slots of tokens of each sequence."""
+    def num_cached_tokens(self, handles: Iterable[PagedKvCacheHandle]) -> npt.NDArray[np.int64]:
+        """Returns how much of each sequence was cached."""
     def reset_prefix_cache(self) -> None:
         """Makes everything that is cached impossible to find."""
     def stats(self) -> ManagerStats:
@@ -458,6 +505,24 @@ class KvCacheManager:
     def plot(self, ax: _Axes | None = None) -> _Axes:
         """Draws the pool with matplotlib."""
     def _repr_html_(self) -> str: ...
+
+@final
+class KeyChain:
+    """The tokens of a sequence and the keys of its full blocks."""
+
+    @property
+    def tokens(self) -> npt.NDArray[np.uint32]:
+        """The tokens."""
+    @property
+    def keys(self) -> list[bytes]:
+        """The keys of the full blocks."""
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+    def extended(self, tokens: _Ids) -> KeyChain:
+        """Returns the chain of these tokens and more."""
+    def __len__(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
 
 @final
 class PagedKvCacheHandle(KvCacheHandle):  # it is registered with it

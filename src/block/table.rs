@@ -232,10 +232,17 @@ impl BlockTable {
         self.check_room(start, num_tokens)?;
         let bytes = num_tokens.saturating_mul(size_of::<usize>());
         slots.try_reserve(num_tokens).map_err(|_| KvError::OutOfMemory { bytes })?;
-        for (index, piece) in pieces(range, self.block_size) {
-            let first = index * self.block_size;
-            let last = self.slot_in_room(first + piece.end - 1)?;
-            slots.extend(self.slot_in_room(first + piece.start)?..=last);
+        let last = self.num_blocks() - 1;
+        // In a decode step it is the last block, and to divide would take as long as all the rest.
+        let is_in_last = start >= last * self.block_size;
+        let index = if is_in_last { last } else { start / self.block_size };
+        for (index, piece) in pieces_from(index, range, self.block_size) {
+            let block = self.physical_blocks[index];
+            let overflow =
+                || KvError::SlotOverflow { token: index * self.block_size + piece.end - 1 };
+            let last = block.slot(self.block_size, piece.end - 1).ok_or_else(overflow)?;
+            let first = last - (piece.len() - 1);
+            slots.extend((0..piece.len()).map(|place| first + place));
         }
         Ok(())
     }
@@ -294,7 +301,15 @@ pub(crate) fn pieces(
     range: Range<usize>,
     block_size: usize,
 ) -> impl Iterator<Item = (usize, Range<usize>)> + Clone {
-    let mut index = range.start / block_size;
+    pieces_from(range.start / block_size, range, block_size)
+}
+
+/// The same of a range that begins in the block `index`.
+fn pieces_from(
+    mut index: usize,
+    range: Range<usize>,
+    block_size: usize,
+) -> impl Iterator<Item = (usize, Range<usize>)> + Clone {
     let mut start = range.start;
     std::iter::from_fn(move || {
         if start >= range.end {

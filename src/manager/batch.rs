@@ -2,11 +2,11 @@
 
 use std::ops::{Deref, DerefMut, Range};
 
-use super::{KeyedRequest, KvCacheManager, RequestOptions};
+use super::{KeyedRequest, KvCacheManager, Prompt, RequestOptions};
 use crate::block::BlockTable;
 use crate::dtype::Element;
 use crate::error::Result;
-use crate::handle::{KvCacheHandle, NewSequence, PagedKvCacheHandle, check_count, in_batch};
+use crate::handle::{KvCacheHandle, PagedKvCacheHandle, check_count, in_batch};
 use crate::store::BlockCopy;
 
 /// The block tables of many sequences, as kernels want them.
@@ -56,19 +56,19 @@ impl<T: Element> KvCacheManager<T> {
         &self,
         requests: &[(&[u32], RequestOptions<'_>)],
     ) -> Result<Vec<PagedKvCacheHandle<T>>> {
-        let sequence = |(index, (tokens, options)): (usize, &(&[u32], RequestOptions<'_>))| {
-            let known = self.known(tokens, options).map_err(|error| in_batch(index, error))?;
-            let RequestOptions { lookahead, .. } = *options;
-            Ok((known, lookahead))
-        };
-        let known = requests.iter().enumerate().map(sequence).collect::<Result<Vec<_>>>()?;
-        let sequences =
-            known.into_iter().zip(requests).map(|((known, lookahead), (_, options))| NewSequence {
-                known,
-                lookahead,
-                request_id: options.request_id,
-            });
-        PagedKvCacheHandle::open(&self.store, sequences.collect())
+        let prompts =
+            requests.iter().map(|&(tokens, options)| (Prompt::Tokens(tokens.to_vec()), options));
+        self.allocate_prompts(prompts)
+    }
+
+    pub(crate) fn allocate_prompts<'a>(
+        &self,
+        prompts: impl Iterator<Item = (Prompt, RequestOptions<'a>)>,
+    ) -> Result<Vec<PagedKvCacheHandle<T>>> {
+        let sequences = prompts.enumerate().map(|(index, (prompt, options))| {
+            self.new_sequence(prompt, &options).map_err(|error| in_batch(index, error))
+        });
+        PagedKvCacheHandle::open(&self.store, sequences.collect::<Result<_>>()?)
     }
 
     /// Starts many sequences whose keys are known; see [`allocate_keyed`](Self::allocate_keyed).
@@ -80,9 +80,10 @@ impl<T: Element> KvCacheManager<T> {
         &self,
         requests: Vec<KeyedRequest<'_>>,
     ) -> Result<Vec<PagedKvCacheHandle<T>>> {
-        let sequences = requests.into_iter().enumerate().map(|(index, request)| {
-            self.new_sequence(request).map_err(|error| in_batch(index, error))
-        });
+        let sequences = requests
+            .into_iter()
+            .enumerate()
+            .map(|(index, request)| self.keyed(request).map_err(|error| in_batch(index, error)));
         PagedKvCacheHandle::open(&self.store, sequences.collect::<Result<_>>()?)
     }
 
@@ -99,7 +100,15 @@ impl<T: Element> KvCacheManager<T> {
         additional: &[usize],
     ) -> Result<Vec<(usize, BlockCopy)>> {
         check_count("numbers of tokens", additional.len(), handles.len())?;
-        PagedKvCacheHandle::extend_many(&self.store, &mut all(handles), |index| additional[index])
+        self.extend_each(&mut all(handles), |index| additional[index])
+    }
+
+    pub(crate) fn extend_each(
+        &self,
+        handles: &mut [&mut PagedKvCacheHandle<T>],
+        additional: impl Fn(usize) -> usize,
+    ) -> Result<Vec<(usize, BlockCopy)>> {
+        PagedKvCacheHandle::extend_many(&self.store, handles, additional)
     }
 
     /// Commits tokens of each sequence; see [`commit`](Self::commit).
@@ -115,7 +124,15 @@ impl<T: Element> KvCacheManager<T> {
         tokens: &[&[u32]],
     ) -> Result<()> {
         check_count("lists of tokens", tokens.len(), handles.len())?;
-        PagedKvCacheHandle::commit_many(&self.store, &mut all(handles), |index| tokens[index])
+        self.commit_each(&mut all(handles), |index| tokens[index])
+    }
+
+    pub(crate) fn commit_each<'a>(
+        &self,
+        handles: &mut [&mut PagedKvCacheHandle<T>],
+        tokens: impl Fn(usize) -> &'a [u32],
+    ) -> Result<()> {
+        PagedKvCacheHandle::commit_many(&self.store, handles, tokens)
     }
 
     /// Gives the blocks of many sequences back; see [`free`](Self::free).
@@ -142,10 +159,7 @@ impl<T: Element> KvCacheManager<T> {
         &self,
         handles: &[impl Deref<Target = PagedKvCacheHandle<T>>],
     ) -> Result<BlockTables> {
-        self.check_all(handles)?;
-        for (index, handle) in handles.iter().enumerate() {
-            handle.check_usable().map_err(|error| in_batch(index, error))?;
-        }
+        self.check_usable(handles)?;
         let tables = handles.iter().map(|handle| handle.block_table());
         let width = tables.clone().map(BlockTable::num_blocks).max().unwrap_or(0);
         let mut blocks = Vec::with_capacity(handles.len() * width);
@@ -169,17 +183,32 @@ impl<T: Element> KvCacheManager<T> {
         ranges: &[Range<usize>],
     ) -> Result<Vec<usize>> {
         check_count("ranges", ranges.len(), handles.len())?;
-        self.check_all(handles)?;
-        let mut slots = Vec::new();
-        for (index, (handle, range)) in handles.iter().zip(ranges).enumerate() {
-            let pushed = handle.push_slots(range.clone(), &mut slots);
+        self.slots_of(handles, |index, _| ranges[index].clone())
+    }
+
+    pub(crate) fn slots_of(
+        &self,
+        handles: &[impl Deref<Target = PagedKvCacheHandle<T>>],
+        range: impl Fn(usize, &PagedKvCacheHandle<T>) -> Range<usize>,
+    ) -> Result<Vec<usize>> {
+        self.check_usable(handles)?;
+        let mut slots = Vec::with_capacity(handles.len());
+        for (index, handle) in handles.iter().enumerate() {
+            let pushed = handle.push_slots(range(index, handle), &mut slots);
             pushed.map_err(|error| in_batch(index, error))?;
         }
         Ok(slots)
     }
 
-    fn check_all(&self, handles: &[impl Deref<Target = PagedKvCacheHandle<T>>]) -> Result<()> {
-        handles.iter().try_for_each(|handle| self.check(handle))
+    /// Checks that all handles are the manager's, open, and have tables that can be believed.
+    pub(crate) fn check_usable(
+        &self,
+        handles: &[impl Deref<Target = PagedKvCacheHandle<T>>],
+    ) -> Result<()> {
+        handles.iter().enumerate().try_for_each(|(index, handle)| {
+            self.check(handle)?;
+            handle.check_usable().map_err(|error| in_batch(index, error))
+        })
     }
 }
 

@@ -19,6 +19,14 @@ pub struct KeyedRequest<'a> {
     pub lookahead: usize,
 }
 
+/// The tokens of a sequence to start.
+#[derive(Clone, Debug)]
+pub(crate) enum Prompt {
+    /// Whose keys are made with the options of the request.
+    Tokens(Vec<u32>),
+    Keyed(Arc<KeyChain>),
+}
+
 impl KeyedRequest<'_> {
     /// Makes one without a name and without lookahead.
     ///
@@ -53,8 +61,12 @@ impl<T: Element> KvCacheManager<T> {
     /// # Ok::<(), kvspan::KvError>(())
     /// ```
     pub fn keys(&self, tokens: &[u32], options: &RequestOptions<'_>) -> Result<KeyChain> {
+        self.chain(tokens.to_vec(), options)
+    }
+
+    pub(crate) fn chain(&self, tokens: Vec<u32>, options: &RequestOptions<'_>) -> Result<KeyChain> {
         let mut chain = self.config.chain(options)?;
-        chain.extend(tokens);
+        chain.start(tokens);
         Ok(chain)
     }
 
@@ -65,8 +77,7 @@ impl<T: Element> KvCacheManager<T> {
     /// [`KvError::BlockSizeMismatch`] if the keys are those of another manager, with blocks of another
     /// size; [`KvError::OutOfBlocks`]; [`KvError::RequestExists`] if the name is taken.
     pub fn allocate_keyed(&self, request: KeyedRequest<'_>) -> Result<PagedKvCacheHandle<T>> {
-        let sequence = self.new_sequence(request)?;
-        self.open(sequence)
+        self.open(self.keyed(request)?)
     }
 
     /// Returns how many of the tokens would be cached, without any effect.
@@ -82,14 +93,55 @@ impl<T: Element> KvCacheManager<T> {
         Ok(self.store.probe(chain.reusable_keys()) * self.config.block_size)
     }
 
-    pub(super) fn new_sequence<'a>(&self, request: KeyedRequest<'a>) -> Result<NewSequence<'a>> {
+    #[cfg(feature = "python")]
+    pub(crate) fn allocate_prompt(
+        &self,
+        prompt: Prompt,
+        options: &RequestOptions<'_>,
+    ) -> Result<PagedKvCacheHandle<T>> {
+        self.open(self.new_sequence(prompt, options)?)
+    }
+
+    #[cfg(feature = "python")]
+    pub(crate) fn probe_prompt(
+        &self,
+        prompt: Prompt,
+        options: &RequestOptions<'_>,
+    ) -> Result<usize> {
+        match prompt {
+            Prompt::Keyed(chain) => self.probe_keyed(&chain),
+            Prompt::Tokens(_) if !self.config.prefix_caching => Ok(0),
+            Prompt::Tokens(tokens) => self.probe_keyed(&self.chain(tokens, options)?),
+        }
+    }
+
+    pub(super) fn keyed<'a>(&self, request: KeyedRequest<'a>) -> Result<NewSequence<'a>> {
         let KeyedRequest { chain, request_id, lookahead } = request;
-        self.check_block_size(&chain)?;
-        let known = if self.config.prefix_caching {
-            chain.into()
-        } else {
-            Known::Tokens(chain.tokens().to_vec())
+        let options = RequestOptions { request_id, lookahead, ..RequestOptions::default() };
+        self.new_sequence(Prompt::Keyed(chain), &options)
+    }
+
+    /// What to start a sequence with.
+    pub(crate) fn new_sequence<'a>(
+        &self,
+        prompt: Prompt,
+        options: &RequestOptions<'a>,
+    ) -> Result<NewSequence<'a>> {
+        let known = match prompt {
+            Prompt::Tokens(tokens) if self.config.prefix_caching => {
+                Known::Chain(self.chain(tokens, options)?)
+            }
+            Prompt::Tokens(tokens) => Known::Tokens(tokens),
+            Prompt::Keyed(chain) => {
+                self.check_block_size(&chain)?;
+                if self.config.prefix_caching {
+                    chain.into()
+                } else {
+                    Known::Tokens(chain.tokens().to_vec())
+                }
+            }
         };
+        let RequestOptions { request_id, lookahead, .. } = *options;
         Ok(NewSequence { known, lookahead, request_id })
     }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::config::BlockShape;
 use crate::dtype::{Element, Transfer};
 use crate::error::{KvError, Result};
-use crate::handle::{Known, NewSequence, PagedKvCacheHandle, PagedSpan};
+use crate::handle::{NewSequence, PagedKvCacheHandle, PagedSpan};
 use crate::hash::{KeyChain, KeyRoot};
 use crate::memory::{Source, Target};
 use crate::prefix::Duplicates;
@@ -18,6 +18,7 @@ use crate::store::{BlockCopy, Inspection, LeakReport, ManagerStats, Store};
 
 pub use batch::BlockTables;
 pub use keyed::KeyedRequest;
+pub(crate) use keyed::Prompt;
 
 /// What a [`KvCacheManager`] is made of.
 ///
@@ -194,6 +195,9 @@ pub struct KvCacheManager<T: Element = f32> {
     store: Arc<Store<T>>,
 }
 
+/// The slot of every token is an integer with a sign, as arrays have them.
+const MAX_SLOTS: usize = isize::MAX.cast_unsigned();
+
 impl KvCacheManager {
     /// Makes a manager of `f32`. For another element type see
     /// [`with_element`](KvCacheManager::with_element).
@@ -212,7 +216,8 @@ impl<T: Element> KvCacheManager<T> {
     /// # Errors
     ///
     /// [`KvError::InvalidConfig`] if a number is 0, [`KvError::TooLarge`] if ids can not name as many
-    /// blocks or keys as many tokens of one, [`KvError::SizeOverflow`], [`KvError::OutOfMemory`].
+    /// blocks, keys as many tokens of one, or a 64-bit integer as many slots, [`KvError::SizeOverflow`],
+    /// [`KvError::OutOfMemory`].
     pub fn with_element(config: KvCacheManagerConfig) -> Result<Self> {
         let KvCacheManagerConfig { num_blocks, block_size, num_layers, num_kv_heads, .. } = config;
         for (field, value) in [
@@ -230,6 +235,10 @@ impl<T: Element> KvCacheManager<T> {
         let shape = BlockShape { block_size, num_layers, num_kv_heads, head_dim: config.head_dim };
         let has_storage = config.storage == Storage::Owned;
         let store = Store::new(num_blocks, shape, config.duplicates, has_storage)?;
+        let (given, max) = (num_blocks.saturating_add(1).saturating_mul(block_size), MAX_SLOTS);
+        if given > max {
+            return Err(KvError::TooLarge { what: "the number of slots", given, max });
+        }
         Ok(Self { config: Arc::new(config), store: Arc::new(store) })
     }
 
@@ -259,9 +268,7 @@ impl<T: Element> KvCacheManager<T> {
         tokens: &[u32],
         options: &RequestOptions<'_>,
     ) -> Result<PagedKvCacheHandle<T>> {
-        let RequestOptions { lookahead, request_id, .. } = *options;
-        let known = self.known(tokens, options)?;
-        self.open(NewSequence { known, lookahead, request_id })
+        self.open(self.new_sequence(Prompt::Tokens(tokens.to_vec()), options)?)
     }
 
     /// Returns how many of `tokens` would be cached, without any effect.
@@ -578,14 +585,6 @@ impl<T: Element> KvCacheManager<T> {
         let opened = PagedKvCacheHandle::open(&self.store, vec![sequence])?;
         let none = KvError::Corrupted { what: "sequences opened", recorded: 1, counted: 0 };
         opened.into_iter().next().ok_or(none)
-    }
-
-    fn known(&self, tokens: &[u32], options: &RequestOptions<'_>) -> Result<Known> {
-        if self.config.prefix_caching {
-            Ok(Known::Chain(self.keys(tokens, options)?))
-        } else {
-            Ok(Known::Tokens(tokens.to_vec()))
-        }
     }
 }
 

@@ -61,7 +61,7 @@ fn to_python(error: &KvError, message: String) -> PyErr {
     match error {
         KvError::InvalidConfig { .. }
         | KvError::SizeOverflow { .. }
-        | KvError::TooLarge { what: "num_blocks" | "block_size", .. } => {
+        | KvError::TooLarge { what: "num_blocks" | "block_size" | "the number of slots", .. } => {
             InvalidConfigError::new_err((message,))
         }
         KvError::OutOfMemory { bytes } => OutOfMemoryError::new_err((message, *bytes)),

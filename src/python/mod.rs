@@ -30,8 +30,8 @@ mod _kvspan {
     #[pymodule_export]
     use super::blocks::{
         PyBlockCopy, PyBlockPicture, PyBlockTable, PyCacheHandleStats, PyCacheTensor,
-        PyContiguousKvCacheHandle, PyInspection, PyKvCacheManager, PyLeakReport, PyManagerStats,
-        PyPagedKvCacheHandle, PyPagedSpan, PySequenceReport,
+        PyContiguousKvCacheHandle, PyInspection, PyKeyChain, PyKvCacheManager, PyLeakReport,
+        PyManagerStats, PyPagedKvCacheHandle, PyPagedSpan, PySequenceReport,
     };
     #[pymodule_export]
     use super::buffer::PyTensorView;

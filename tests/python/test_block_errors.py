@@ -333,6 +333,12 @@ USES = {
         handle, 0, 0, 1, *rows_of([1])
     ),
     "commit": lambda manager, handle: manager.commit(handle, PROMPT[:1]),
+    "extend_many": lambda manager, handle: manager.extend_many([handle]),
+    "commit_many": lambda manager, handle: manager.commit_many([handle], [[]]),
+    "free_many": lambda manager, handle: manager.free_many([handle]),
+    "block_tables": lambda manager, handle: manager.block_tables([handle]),
+    "slot_mappings": lambda manager, handle: manager.slot_mappings([handle], 0),
+    "num_cached_tokens": lambda manager, handle: manager.num_cached_tokens([handle]),
 }
 each_use = pytest.mark.parametrize("use", USES)
 

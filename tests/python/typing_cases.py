@@ -18,6 +18,7 @@ from kvspan import (
     CacheTensor,
     ContiguousKvCacheHandle,
     Inspection,
+    KeyChain,
     KVCacheConfig,
     KvCacheHandle,
     KvCacheManager,
@@ -326,3 +327,24 @@ def replays() -> replay.Summary:
     assert_type(trace.requests, list[replay.Request])
     assert_type(replay.replay(trace, 10, block_size=32), Iterator[replay.Outcome])
     return replay.summarize(replay.replay(trace, 10))
+
+
+def many(manager: KvCacheManager, ids: npt.NDArray[np.int64]) -> None:
+    chain = manager.keys(ids, cache_salt="tenant")
+    assert_type(chain, KeyChain)
+    assert_type(chain.keys, list[bytes])
+    assert_type(chain.extended([1, 2]).tokens, npt.NDArray[np.uint32])
+    assert_type(manager.probe(chain), int)
+    handles = manager.allocate_many([chain, ids, [1, 2]], ["a", None, "c"], lookahead=4)
+    assert_type(handles, list[PagedKvCacheHandle])
+    assert_type(manager.extend_many(handles), npt.NDArray[np.int64])
+    manager.extend_many(handles, [1, 2, 3], copies=[])
+    manager.commit_many(handles, ids)
+    manager.commit_many(handles, [[1], [2, 3], []])
+    manager.commit_many(handles, (ids, array.array("i", [2]), ids))
+    assert_type(manager.block_tables(handles), npt.NDArray[np.int32])
+    assert_type(manager.slot_mappings(handles, 0, [1, 2, 3]), npt.NDArray[np.int64])
+    assert_type(manager.num_cached_tokens(handles), npt.NDArray[np.int64])
+    manager.free_many(handles)
+    manager.extend_many(handles[0])  # type: ignore[arg-type]
+    manager.commit_many(handles, None)  # type: ignore[arg-type]

@@ -296,13 +296,26 @@ impl<T: Element> PagedKvCacheHandle<T> {
 
     /// Checks that the table, of a sequence that is still there, can be believed.
     pub(crate) fn check_usable(&self) -> Result<()> {
-        let entered = self.lease.enter()?;
-        self.check_table(&entered)
+        if self.edited { self.check_table(&self.lease.enter()?) } else { self.lease.check_open() }
     }
 
-    /// Appends the slots of tokens of the sequence.
+    /// Appends the slots of the last tokens of the sequence, of which there are as many.
+    #[cfg(feature = "python")]
+    pub(crate) fn push_last_slots(&self, num_tokens: usize, slots: &mut Vec<usize>) -> Result<()> {
+        let start = self.num_tokens - num_tokens;
+        let (blocks, block_size) = (&self.table.physical_blocks, self.table.block_size);
+        if let (Some(last), 1) = (blocks.last(), num_tokens)
+            && let Some(offset) = start.checked_sub((blocks.len() - 1) * block_size)
+        {
+            // As in nearly every decode step; without a division.
+            slots.push(last.index() * block_size + offset);
+            return Ok(());
+        }
+        self.table.push_slots(start..self.num_tokens, slots)
+    }
+
+    /// Appends the slots of tokens of the sequence, which is usable.
     pub(crate) fn push_slots(&self, range: Range<usize>, slots: &mut Vec<usize>) -> Result<()> {
-        self.check_usable()?;
         let (Range { start, end }, len) = (range.clone(), self.readable());
         if start <= end && end > len {
             return Err(KvError::RangeOutOfBounds { start, end, len });

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use parking_lot::{RwLock, RwLockWriteGuard};
+use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use pyo3::prelude::*;
 
 use crate::error::Result;
@@ -53,35 +53,86 @@ impl<H: Send + Sync> Guarded<H> {
         Ok(done??)
     }
 
-    /// Calls `call` detached, and alone with handles of which none is given twice, in that order.
-    pub(super) fn change_all<'a, R: Send>(
+    /// Calls `call` detached, beside others who do so, with many handles in the order given.
+    pub(super) fn read_all<'a, R: Send>(
         py: Python<'_>,
         all: impl Iterator<Item = &'a Self>,
-        call: impl FnOnce(&mut [&mut H]) -> Result<R> + Send,
+        call: impl FnOnce(&[RwLockReadGuard<'a, H>]) -> Result<R> + Send,
     ) -> PyResult<R>
     where
         H: 'a,
     {
-        let locks = all.enumerate().map(|(place, handle)| Ok((place, handle.0.get()?)));
-        let mut locks = locks.collect::<PyResult<Vec<_>>>()?;
-        // All callers take them in one order, and so do not wait for each other in a circle.
-        locks.sort_unstable_by_key(|(_, lock)| std::ptr::from_ref(*lock).addr());
+        let locks = all.map(|handle| handle.0.get()).collect::<PyResult<Vec<_>>>()?;
         let mut call = Some(call);
-        let done = patience::wait(py, |limit| {
-            let mut guards = lock_all(&locks, limit)?;
-            guards.sort_unstable_by_key(|&(place, _)| place);
-            let mut handles = guards.iter_mut().map(|(_, guard)| &mut **guard).collect::<Vec<_>>();
-            call.take().map(|call| call(&mut handles))
-        });
-        Ok(done??)
+        let mut try_call = |guards: Option<Vec<_>>| {
+            let guards = guards?;
+            call.take().map(|call| call(&guards))
+        };
+        // One that is given twice is locked twice.
+        if let Some(done) = py.detach(|| try_call(try_all(&locks, RwLock::try_read))) {
+            return Ok(done?);
+        }
+        let locks = in_order(locks);
+        Ok(patience::wait(py, |limit| try_call(lock_all(&locks, limit, RwLock::try_read_until)))??)
+    }
+
+    /// Calls `call` detached, and alone with many handles, in the order given.
+    ///
+    /// `check_distinct` says that none is given twice; it is asked only if one can not be locked.
+    pub(super) fn change_all<'a, R: Send>(
+        py: Python<'_>,
+        all: impl Iterator<Item = &'a Self>,
+        check_distinct: impl FnOnce() -> PyResult<()>,
+        call: impl FnOnce(&mut [RwLockWriteGuard<'a, H>]) -> Result<R> + Send,
+    ) -> PyResult<R>
+    where
+        H: 'a,
+    {
+        let locks = all.map(|handle| handle.0.get()).collect::<PyResult<Vec<_>>>()?;
+        let mut call = Some(call);
+        let mut try_call = |guards: Option<Vec<_>>| {
+            let mut guards = guards?;
+            call.take().map(|call| call(&mut guards))
+        };
+        if let Some(done) = py.detach(|| try_call(try_all(&locks, RwLock::try_write))) {
+            return Ok(done?);
+        }
+        check_distinct()?;
+        let locks = in_order(locks);
+        Ok(patience::wait(py, |limit| try_call(lock_all(&locks, limit, RwLock::try_write_until)))??)
     }
 }
 
-/// All or none, after waiting for no longer than `limit`.
-fn lock_all<'a, H>(
+/// Locks all or none, without waiting.
+fn try_all<'a, H, G>(
+    locks: &[&'a RwLock<H>],
+    lock: impl Fn(&'a RwLock<H>) -> Option<G>,
+) -> Option<Vec<G>> {
+    let mut guards = Vec::with_capacity(locks.len());
+    for one in locks {
+        guards.push(lock(one)?);
+    }
+    Some(guards)
+}
+
+/// The locks with their places, in the order in which all callers wait for them, so that none waits for
+/// another in a circle.
+fn in_order<H>(locks: Vec<&RwLock<H>>) -> Vec<(usize, &RwLock<H>)> {
+    let mut locks = locks.into_iter().enumerate().collect::<Vec<_>>();
+    locks.sort_unstable_by_key(|(_, lock)| std::ptr::from_ref(*lock).addr());
+    locks
+}
+
+/// Locks all or none, after waiting for no longer than `limit`; returns them in the order of their
+/// places.
+fn lock_all<'a, H, G>(
     locks: &[(usize, &'a RwLock<H>)],
     limit: Duration,
-) -> Option<Vec<(usize, RwLockWriteGuard<'a, H>)>> {
+    lock: impl Fn(&'a RwLock<H>, Instant) -> Option<G>,
+) -> Option<Vec<G>> {
     let end = Instant::now() + limit;
-    locks.iter().map(|&(place, lock)| Some((place, lock.try_write_until(end)?))).collect()
+    let guards = locks.iter().map(|&(place, one)| Some((place, lock(one, end)?)));
+    let mut guards = guards.collect::<Option<Vec<_>>>()?;
+    guards.sort_unstable_by_key(|&(place, _)| place);
+    Some(guards.into_iter().map(|(_, guard)| guard).collect())
 }

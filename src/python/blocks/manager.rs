@@ -6,6 +6,7 @@ use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use super::keys::GivenPrompt;
 use super::options::{ExtraKeys, Options, TextOrBytes};
 use super::paged::{Given, GivenMany, PyPagedKvCacheHandle};
 use super::report::{PyBlockCopy, PyInspection, PyLeakReport, PyManagerStats};
@@ -187,7 +188,8 @@ impl PyKvCacheManager {
     /// The longest beginning that is cached is shared, in whole blocks; at least one token is left to
     /// compute. Only sequences with equal `cache_salt` and `lora_id` share. `extra_keys` says what
     /// else decides the content of a block, the digests of its images for example: pairs of a block
-    /// index and a list of str or bytes, in ascending order, or a dict of them.
+    /// index and a list of str or bytes, in ascending order, or a dict of them. A ``KeyChain`` has all
+    /// of that in its keys, and can stand for `tokens`.
     ///
     /// Raises OutOfBlocksError, RequestExistsError if a live sequence has the name `request_id`, and
     /// InvalidInputError for what is no token.
@@ -197,7 +199,7 @@ impl PyKvCacheManager {
     ), text_signature = "($self, tokens, request_id=None, *, cache_salt=None, lora_id=None, extra_keys=None, lookahead=0)")]
     fn allocate(
         slf: &Bound<'_, Self>,
-        tokens: TokenIds,
+        tokens: GivenPrompt,
         request_id: Option<&str>,
         cache_salt: Option<&str>,
         lora_id: Option<&str>,
@@ -206,26 +208,26 @@ impl PyKvCacheManager {
     ) -> PyResult<PyPagedKvCacheHandle> {
         let lookahead = lookahead.0;
         let options = Options { request_id, cache_salt, lora_id, extra_keys, lookahead };
-        let manager = slf.get().core()?;
-        let handle = slf.py().detach(|| options.with(|all| manager.allocate(&tokens.0, all)))?;
+        let (manager, prompt) = (slf.get().core()?, tokens.with(&options)?);
+        let handle = slf.py().detach(|| options.with(|all| manager.allocate(prompt, all)))?;
         Ok(PyPagedKvCacheHandle::new(slf.clone().unbind(), handle))
     }
 
-    /// Returns how many of `tokens` would be cached, without any effect.
+    /// Returns how many of `tokens`, or of a ``KeyChain``, would be cached, without any effect.
     ///
     /// Raises InvalidInputError for what is no token.
     #[pyo3(signature = (tokens, *, cache_salt = None, lora_id = None, extra_keys = None))]
     fn probe(
         &self,
         py: Python<'_>,
-        tokens: TokenIds,
+        tokens: GivenPrompt,
         cache_salt: Option<&str>,
         lora_id: Option<&str>,
         extra_keys: Option<ExtraKeys>,
     ) -> PyResult<usize> {
         let options = Options { cache_salt, lora_id, extra_keys, ..Options::default() };
-        let manager = self.core()?;
-        Ok(py.detach(|| options.with(|all| manager.probe(&tokens.0, all)))?)
+        let (manager, prompt) = (self.core()?, tokens.with(&options)?);
+        Ok(py.detach(|| options.with(|all| manager.probe(prompt, all)))?)
     }
 
     /// Makes room for `num_tokens` more tokens at the end, which are zero.

@@ -3,8 +3,10 @@
 //! Every call into the core is made detached, since all of them take locks. So is the drop of
 //! whatever holds blocks.
 
+mod batch;
 mod contiguous;
 mod guarded;
+mod keys;
 mod manager;
 mod options;
 mod paged;
@@ -15,6 +17,7 @@ mod tensor;
 mod typed;
 
 pub(super) use contiguous::PyContiguousKvCacheHandle;
+pub(super) use keys::PyKeyChain;
 pub(super) use manager::PyKvCacheManager;
 pub(super) use paged::PyPagedKvCacheHandle;
 pub(super) use report::{

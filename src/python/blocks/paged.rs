@@ -3,14 +3,14 @@
 use numpy::PyArray1;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyList, PyTuple};
 
 use super::guarded::Guarded;
 use super::manager::PyKvCacheManager;
 use super::report::PyCacheHandleStats;
 use super::table::PyBlockTable;
 use super::tensor::PyCacheTensor;
-use super::typed::AnyPagedHandle;
+use super::typed::{AnyPagedHandle, Changing, Reading};
 use crate::error::{KvError, Result};
 use crate::python::convert::{Layer, in_entry, push, type_name};
 use crate::python::error::InvalidInputError;
@@ -67,9 +67,9 @@ impl<'py> FromPyObject<'_, 'py> for Given<'py> {
     }
 }
 
-/// Handles that a caller gave, none of them twice.
+/// Handles that a caller gave.
 #[derive(Debug)]
-pub(super) struct GivenMany<'py>(pub(super) Vec<Bound<'py, PyPagedKvCacheHandle>>);
+pub(super) struct GivenMany<'py>(Vec<Bound<'py, PyPagedKvCacheHandle>>);
 
 impl<'py> FromPyObject<'_, 'py> for GivenMany<'py> {
     type Error = PyErr;
@@ -77,32 +77,67 @@ impl<'py> FromPyObject<'_, 'py> for GivenMany<'py> {
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let py = object.py();
         let mut handles = Vec::new();
-        for (index, item) in object.try_iter()?.enumerate() {
-            let Given(handle) = item?.extract().map_err(|error| in_entry(py, index, error))?;
-            push(py, &mut handles, handle)?;
-        }
-        let mut places = (0..handles.len()).collect::<Vec<_>>();
-        places.sort_by_key(|&place| (handles[place].as_ptr().addr(), place));
-        if let Some([first, second]) =
-            places.array_windows().find(|[left, right]| handles[*left].is(&handles[*right]))
-        {
-            let cache_id = &handles[*first].get().cache_id;
-            return Err(InvalidInputError::new_err((format!(
-                "the handle {cache_id} is given twice, at {first} and at {second}"
-            ),)));
+        if let Ok(list) = object.cast::<PyList>() {
+            handles.reserve_exact(list.len());
+            for (index, item) in list.iter().enumerate() {
+                handles.push(given(index, item)?);
+            }
+        } else {
+            for (index, item) in object.try_iter()?.enumerate() {
+                push(py, &mut handles, given(index, item?)?)?;
+            }
         }
         Ok(Self(handles))
     }
 }
 
+#[inline]
+fn given(index: usize, item: Bound<'_, PyAny>) -> PyResult<Bound<'_, PyPagedKvCacheHandle>> {
+    // No class derives from it.
+    item.cast_into_exact::<PyPagedKvCacheHandle>().or_else(|error| {
+        let item = error.into_inner();
+        let refused = item.extract::<Given<'_>>().map(|given| given.0);
+        refused.map_err(|error| in_entry(item.py(), index, error))
+    })
+}
+
 impl GivenMany<'_> {
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Calls `call` detached, beside others who do so, with all handles in the order given.
+    pub(super) fn read<R: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&Reading<'_>) -> Result<R> + Send,
+    ) -> PyResult<R> {
+        Guarded::read_all(py, self.0.iter().map(|handle| &handle.get().handle), call)
+    }
+
     /// Calls `call` detached, and alone with all handles, in the order given.
+    ///
+    /// # Errors
+    ///
+    /// `InvalidInputError` if a handle is given twice.
     pub(super) fn change<R: Send>(
         &self,
         py: Python<'_>,
-        call: impl FnOnce(&mut [&mut AnyPagedHandle]) -> Result<R> + Send,
+        call: impl FnOnce(&mut Changing<'_>) -> Result<R> + Send,
     ) -> PyResult<R> {
-        Guarded::change_all(py, self.0.iter().map(|handle| &handle.get().handle), call)
+        let handles = self.0.iter().map(|handle| &handle.get().handle);
+        Guarded::change_all(py, handles, || self.check_distinct(), call)
+    }
+
+    pub(super) fn check_distinct(&self) -> PyResult<()> {
+        let mut places = (0..self.len()).collect::<Vec<_>>();
+        places.sort_by_key(|&place| (self.0[place].as_ptr().addr(), place));
+        let same = |[left, right]: &&[usize; 2]| self.0[*left].is(&self.0[*right]);
+        let Some([first, second]) = places.array_windows().find(same) else { return Ok(()) };
+        let cache_id = &self.0[*first].get().cache_id;
+        Err(InvalidInputError::new_err((format!(
+            "the handle {cache_id} is given twice, at {first} and at {second}"
+        ),)))
     }
 }
 

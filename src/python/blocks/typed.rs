@@ -4,11 +4,14 @@
 
 use std::ops::{Deref, Range};
 
+use parking_lot::{RwLockReadGuard, RwLockWriteGuard};
+
 use crate::block::BlockTable;
 use crate::dtype::{DType, bf16, f16};
 use crate::error::{KvError, Result};
 use crate::handle::{ContiguousKvCacheHandle, KvCacheHandle, PagedKvCacheHandle};
-use crate::manager::{KvCacheManager, KvCacheManagerConfig, RequestOptions};
+use crate::hash::KeyChain;
+use crate::manager::{BlockTables, KvCacheManager, KvCacheManagerConfig, Prompt, RequestOptions};
 use crate::python::buffer::{Values, ValuesMut};
 use crate::python::typed::{AnyLayerKvCache, AnyPagedSpan, Typed, each, of_dtype, same_for_each};
 use crate::store::{BlockCopy, Inspection, LeakReport, ManagerStats};
@@ -55,20 +58,21 @@ macro_rules! own_typed {
     };
 }
 
-/// `own_all!((manager, handles) as (m, all) => done)`: the same with many handles.
+/// `own_all!((manager, handles) as (m, mut all) => done)`: the same with locks of many handles. With
+/// `ref all` they are only read.
 macro_rules! own_all {
-    (($manager:expr, $handles:expr) as ($m:ident, $all:ident) => $done:expr) => {
+    (($manager:expr, $locked:expr) as ($m:ident, $how:tt $all:ident) => $done:expr) => {
         match $manager {
-            Typed::F32($m) => own_all!(F32, $handles, $all => $done),
-            Typed::F16($m) => own_all!(F16, $handles, $all => $done),
-            Typed::BF16($m) => own_all!(BF16, $handles, $all => $done),
-            Typed::I8($m) => own_all!(I8, $handles, $all => $done),
+            Typed::F32($m) => own_all!($how F32, $locked, $all => $done),
+            Typed::F16($m) => own_all!($how F16, $locked, $all => $done),
+            Typed::BF16($m) => own_all!($how BF16, $locked, $all => $done),
+            Typed::I8($m) => own_all!($how I8, $locked, $all => $done),
         }
     };
-    ($Type:ident, $handles:expr, $all:ident => $done:expr) => {{
-        let given: &mut [&mut AnyPagedHandle] = $handles;
-        let mut $all = Vec::with_capacity(given.len());
-        for handle in given {
+    (mut $Type:ident, $locked:expr, $all:ident => $done:expr) => {{
+        let locked = $locked;
+        let mut $all = Vec::with_capacity(locked.len());
+        for handle in locked.iter_mut() {
             match &mut **handle {
                 Typed::$Type(own) => $all.push(own),
                 other => return Err(foreign(other)),
@@ -76,6 +80,34 @@ macro_rules! own_all {
         }
         $done
     }};
+    (ref $Type:ident, $locked:expr, $all:ident => $done:expr) => {{
+        let locked = $locked;
+        let mut $all = Vec::with_capacity(locked.len());
+        for handle in locked {
+            match &**handle {
+                Typed::$Type(own) => $all.push(own),
+                other => return Err(foreign(other)),
+            }
+        }
+        $done
+    }};
+}
+
+/// Locks of many handles.
+pub(super) type Reading<'a> = [RwLockReadGuard<'a, AnyPagedHandle>];
+pub(super) type Changing<'a> = [RwLockWriteGuard<'a, AnyPagedHandle>];
+
+/// What many sequences got.
+#[derive(Debug)]
+pub(super) struct Extended {
+    /// Of the new tokens.
+    pub(super) slots: Vec<usize>,
+    /// Blocks that were copied, and the places of their sequences.
+    pub(super) copies: Vec<(usize, BlockCopy)>,
+}
+
+fn typed<H>(handles: Vec<H>, typed: fn(H) -> AnyPagedHandle) -> Vec<AnyPagedHandle> {
+    handles.into_iter().map(typed).collect()
 }
 
 fn foreign(handle: &AnyPagedHandle) -> KvError {
@@ -91,16 +123,32 @@ impl AnyKvCacheManager {
         each!(self, manager => manager.nbytes())
     }
 
-    pub(super) fn allocate(
-        &self,
-        tokens: &[u32],
-        options: &RequestOptions<'_>,
-    ) -> Result<AnyPagedHandle> {
-        Ok(same_for_each!(self, manager => manager.allocate(tokens, options)?))
+    pub(super) fn keys(&self, tokens: Vec<u32>, options: &RequestOptions<'_>) -> Result<KeyChain> {
+        each!(self, manager => manager.chain(tokens, options))
     }
 
-    pub(super) fn probe(&self, tokens: &[u32], options: &RequestOptions<'_>) -> Result<usize> {
-        each!(self, manager => manager.probe(tokens, options))
+    pub(super) fn allocate(
+        &self,
+        prompt: Prompt,
+        options: &RequestOptions<'_>,
+    ) -> Result<AnyPagedHandle> {
+        Ok(same_for_each!(self, manager => manager.allocate_prompt(prompt, options)?))
+    }
+
+    pub(super) fn allocate_many<'a>(
+        &self,
+        prompts: impl Iterator<Item = (Prompt, RequestOptions<'a>)>,
+    ) -> Result<Vec<AnyPagedHandle>> {
+        Ok(match self {
+            Typed::F32(manager) => typed(manager.allocate_prompts(prompts)?, Typed::F32),
+            Typed::F16(manager) => typed(manager.allocate_prompts(prompts)?, Typed::F16),
+            Typed::BF16(manager) => typed(manager.allocate_prompts(prompts)?, Typed::BF16),
+            Typed::I8(manager) => typed(manager.allocate_prompts(prompts)?, Typed::I8),
+        })
+    }
+
+    pub(super) fn probe(&self, prompt: Prompt, options: &RequestOptions<'_>) -> Result<usize> {
+        each!(self, manager => manager.probe_prompt(prompt, options))
     }
 
     pub(super) fn extend(
@@ -151,12 +199,12 @@ impl AnyKvCacheManager {
     pub(super) fn write_many_from(
         &self,
         layer: usize,
-        handles: &mut [&mut AnyPagedHandle],
+        handles: &mut Changing<'_>,
         positions: &[usize],
         keys: Values<'_>,
         values: Values<'_>,
     ) -> Result<()> {
-        own_all!((self, handles) as (manager, handles) => {
+        own_all!((self, handles) as (manager, mut handles) => {
             manager.write_many_from(layer, &mut handles, positions, keys.source(), values.source())
         })
     }
@@ -198,6 +246,60 @@ impl AnyKvCacheManager {
 
     pub(super) fn commit(&self, handle: &mut AnyPagedHandle, tokens: &[u32]) -> Result<()> {
         own!((self, handle) as (manager, handle) => manager.commit(handle, tokens))
+    }
+
+    pub(super) fn extend_many(
+        &self,
+        handles: &mut Changing<'_>,
+        additional: impl Fn(usize) -> usize,
+    ) -> Result<Extended> {
+        own_all!((self, handles) as (manager, mut handles) => {
+            let copies = manager.extend_each(&mut handles, &additional)?;
+            let mut slots = Vec::with_capacity(handles.len());
+            for (index, handle) in handles.iter().enumerate() {
+                handle.push_last_slots(additional(index), &mut slots)?;
+            }
+            Ok(Extended { slots, copies })
+        })
+    }
+
+    pub(super) fn commit_many<'a>(
+        &self,
+        handles: &mut Changing<'_>,
+        tokens: impl Fn(usize) -> &'a [u32],
+    ) -> Result<()> {
+        own_all!((self, handles) as (manager, mut handles) => {
+            manager.commit_each(&mut handles, tokens)
+        })
+    }
+
+    pub(super) fn free_many(&self, handles: &Reading<'_>) -> Result<()> {
+        own_all!((self, handles) as (manager, ref handles) => manager.free_many(&handles))
+    }
+
+    pub(super) fn block_tables(&self, handles: &Reading<'_>) -> Result<BlockTables> {
+        own_all!((self, handles) as (manager, ref handles) => manager.block_tables(&handles))
+    }
+
+    /// Of the tokens from `start` on, up to the last if there is no `end`.
+    pub(super) fn slot_mappings(
+        &self,
+        handles: &Reading<'_>,
+        start: impl Fn(usize) -> usize,
+        end: impl Fn(usize) -> Option<usize>,
+    ) -> Result<Vec<usize>> {
+        own_all!((self, handles) as (manager, ref handles) => {
+            manager.slots_of(&handles, |index, handle| {
+                start(index)..end(index).unwrap_or_else(|| handle.num_tokens())
+            })
+        })
+    }
+
+    pub(super) fn num_cached_tokens(&self, handles: &Reading<'_>) -> Result<Vec<usize>> {
+        own_all!((self, handles) as (manager, ref handles) => {
+            manager.check_usable(&handles)?;
+            Ok(handles.iter().map(|handle| handle.num_cached_tokens()).collect())
+        })
     }
 
     pub(super) fn reset_prefix_cache(&self) -> Result<()> {

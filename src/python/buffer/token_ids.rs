@@ -31,24 +31,11 @@ impl<'py> FromPyObject<'_, 'py> for TokenIds {
 
 /// As many numbers of `noun`s as a caller gave; see [`TokenIds`].
 pub(in crate::python) fn ids(object: &Bound<'_, PyAny>, noun: &'static str) -> PyResult<Vec<u32>> {
-    let py = object.py();
-    if let Ok(array) = object.cast::<PyUntypedArray>() {
-        return in_array(array, noun);
+    if let Some(ids) = in_memory(object, noun, Axes::One)? {
+        return Ok(ids.ids);
     }
-    if object.is_instance_of::<PyList>() || object.is_instance_of::<PyTuple>() {
-        return in_sequence(object, noun);
-    }
-    let view = PyMemoryView::from(object);
-    if !view.as_ref().is_err_and(|error| error.is_instance_of::<PyTypeError>(py)) {
-        let buffer = view.and_then(|view| PyUntypedBuffer::get(&view));
-        return in_buffer(&buffer.map_err(|error| unreadable(py, noun, error))?, py, noun);
-    }
-    if object.hasattr("__dlpack__")? {
-        let array = py.import("numpy")?.call_method1("from_dlpack", (object,));
-        let array = array.map_err(|error| unreadable(py, noun, error))?;
-        return in_array(array.cast()?, noun);
-    }
-    if object.is_instance_of::<PySequence>() && !object.is_instance_of::<PyString>() {
+    let is_text = object.is_instance_of::<PyString>();
+    if is_list(object) || object.is_instance_of::<PySequence>() && !is_text {
         return in_sequence(object, noun);
     }
     Err(PyTypeError::new_err(format!(
@@ -58,19 +45,90 @@ pub(in crate::python) fn ids(object: &Bound<'_, PyAny>, noun: &'static str) -> P
     )))
 }
 
-fn in_array(array: &Bound<'_, PyUntypedArray>, noun: &'static str) -> PyResult<Vec<u32>> {
+/// The ids of many sequences, each of which has as many.
+#[derive(Debug)]
+pub(in crate::python) struct IdRows {
+    ids: Vec<u32>,
+    num_rows: usize,
+    width: usize,
+}
+
+impl IdRows {
+    /// What lies in memory with an axis for the sequences, and perhaps one for the ids of each; `None`
+    /// if `object` is no memory.
+    pub(in crate::python) fn of_memory(
+        object: &Bound<'_, PyAny>,
+        noun: &'static str,
+    ) -> PyResult<Option<Self>> {
+        in_memory(object, noun, Axes::OneOrTwo)
+    }
+
+    pub(in crate::python) fn len(&self) -> usize {
+        self.num_rows
+    }
+
+    /// The ids of a sequence that there are some for.
+    pub(in crate::python) fn row(&self, index: usize) -> &[u32] {
+        &self.ids[index * self.width..(index + 1) * self.width]
+    }
+}
+
+/// How many axes ids may have.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Axes {
+    One,
+    OneOrTwo,
+}
+
+fn is_list(object: &Bound<'_, PyAny>) -> bool {
+    object.is_instance_of::<PyList>() || object.is_instance_of::<PyTuple>()
+}
+
+fn in_memory(
+    object: &Bound<'_, PyAny>,
+    noun: &'static str,
+    axes: Axes,
+) -> PyResult<Option<IdRows>> {
+    let py = object.py();
+    if let Ok(array) = object.cast::<PyUntypedArray>() {
+        return in_array(array, noun, axes).map(Some);
+    }
+    if is_list(object) {
+        return Ok(None);
+    }
+    let view = PyMemoryView::from(object);
+    if !view.as_ref().is_err_and(|error| error.is_instance_of::<PyTypeError>(py)) {
+        let buffer = view.and_then(|view| PyUntypedBuffer::get(&view));
+        let buffer = buffer.map_err(|error| unreadable(py, noun, error))?;
+        return in_buffer(&buffer, py, noun, axes).map(Some);
+    }
+    if object.hasattr("__dlpack__")? {
+        let array = py.import("numpy")?.call_method1("from_dlpack", (object,));
+        let array = array.map_err(|error| unreadable(py, noun, error))?;
+        return in_array(array.cast()?, noun, axes).map(Some);
+    }
+    Ok(None)
+}
+
+fn in_array(array: &Bound<'_, PyUntypedArray>, noun: &'static str, axes: Axes) -> PyResult<IdRows> {
     let dtype = array.dtype();
     let kind = Kind::of(dtype.kind(), dtype.itemsize())
         .filter(|_| dtype.is_native_byteorder() == Some(true))
         .ok_or_else(|| wrong_dtype(noun, &dtype.to_string()))?;
-    check_shape(array.shape(), array.is_c_contiguous(), noun)?;
+    let [num_rows, width] = check_shape(array.shape(), array.is_c_contiguous(), noun, axes)?;
     // SAFETY: `array` is an array object, whose fields may be read while attached.
     let fields = unsafe { &(*array.as_array_ptr()).fields };
     // SAFETY: the array has as many elements of that kind, and is held.
-    unsafe { read(array.py(), fields.data.cast(), array.len(), kind, noun) }
+    let ids = unsafe { read(array.py(), fields.data.cast(), array.len(), kind, noun) }?;
+    Ok(IdRows { ids, num_rows, width })
 }
 
-fn in_buffer(buffer: &PyUntypedBuffer, py: Python<'_>, noun: &'static str) -> PyResult<Vec<u32>> {
+fn in_buffer(
+    buffer: &PyUntypedBuffer,
+    py: Python<'_>,
+    noun: &'static str,
+    axes: Axes,
+) -> PyResult<IdRows> {
     let format = buffer.format().to_string_lossy();
     let native = if cfg!(target_endian = "little") { '<' } else { '>' };
     let kind = match format.trim_start_matches(['@', '=', native]) {
@@ -79,9 +137,10 @@ fn in_buffer(buffer: &PyUntypedBuffer, py: Python<'_>, noun: &'static str) -> Py
         _ => None,
     };
     let kind = kind.ok_or_else(|| wrong_dtype(noun, &format!("'{format}' (a struct format)")))?;
-    check_shape(buffer.shape(), buffer.is_c_contiguous(), noun)?;
+    let [num_rows, width] = check_shape(buffer.shape(), buffer.is_c_contiguous(), noun, axes)?;
     // SAFETY: the buffer has as many elements of that kind, and is held.
-    unsafe { read(py, buffer.buf_ptr().cast(), buffer.item_count(), kind, noun) }
+    let ids = unsafe { read(py, buffer.buf_ptr().cast(), buffer.item_count(), kind, noun) }?;
+    Ok(IdRows { ids, num_rows, width })
 }
 
 fn in_sequence(object: &Bound<'_, PyAny>, noun: &'static str) -> PyResult<Vec<u32>> {
@@ -195,19 +254,31 @@ fn wide(run: Run<'_, Halves>, len: usize) -> Copied {
     Ok(ids)
 }
 
-fn check_shape(shape: &[usize], is_contiguous: bool, noun: &'static str) -> PyResult<()> {
-    if shape.len() != 1 {
-        let axes = shape.len();
-        return Err(invalid(format!(
-            "{noun}s have {axes} axes ({shape:?}), but one is wanted: those of one sequence"
-        )));
-    }
+/// Returns the number of rows, and that of the ids of a row.
+fn check_shape(
+    shape: &[usize],
+    is_contiguous: bool,
+    noun: &'static str,
+    axes: Axes,
+) -> PyResult<[usize; 2]> {
+    let rows = match *shape {
+        [len] => [len, 1],
+        [num_rows, width] if axes == Axes::OneOrTwo => [num_rows, width],
+        _ => {
+            let wanted = match axes {
+                Axes::One => "one is wanted: those of one sequence",
+                Axes::OneOrTwo => "[sequences] or [sequences, tokens] is wanted",
+            };
+            let axes = shape.len();
+            return Err(invalid(format!("{noun}s have {axes} axes ({shape:?}), but {wanted}")));
+        }
+    };
     if !is_contiguous {
         return Err(invalid(format!(
             "{noun}s are not C-contiguous: pass np.ascontiguousarray of them"
         )));
     }
-    Ok(())
+    Ok(rows)
 }
 
 fn out_of_range(noun: &'static str, position: usize, value: &str) -> PyErr {
