@@ -2,9 +2,11 @@
 
 import gc
 
+import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
+import kvspan
 from kvspan.errors import InvalidInputError, PinnedError
 from support import HEADS, address, new_filled_cache, refused, token, tokens
 
@@ -61,3 +63,34 @@ def test_jax_arrays_are_not_written_to(filled):
 def test_jax_arrays_of_other_types_are_refused(dtype, filled):
     array = jax.numpy.zeros((HEADS, 4), dtype)
     refused(filled, InvalidInputError, filled.append, array, token()[1])
+
+
+# Every element type
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int8"])
+def test_jax_takes_every_dtype(name):
+    cache = kvspan.LayerKvCache(kvspan.KVCacheConfig(64, HEADS, 4, name))
+    # Which can be written, so that all versions of jax take them.
+    with cache.reserve(4) as rows:
+        rows.keys[...] = tokens(4)[0]
+        array = jax.dlpack.from_dlpack(rows.key_view)
+        assert (array.dtype, array.shape) == (name, (4, HEADS, 4))
+        assert_array_equal(array, jax.numpy.asarray(tokens(4)[0], name))
+        del array
+        gc.collect()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_jax_arrays_of_the_own_dtype_come_in(name):
+    cache = kvspan.LayerKvCache(kvspan.KVCacheConfig(64, HEADS, 4, name))
+    keys, values = (jax.numpy.asarray(side, name) for side in tokens(4))
+    cache.append(keys, values)
+    cache.append(keys[2], values[2])
+    room = np.zeros((2, 5, HEADS, 4), np.float32)
+    cache.read_range_into(0, 5, *room)
+    assert_array_equal(room[0], jax.numpy.stack([*keys, keys[2]]).astype("float32"))
+    assert_array_equal(room[1][:4], values.astype("float32"))
+    array = jax.numpy.zeros((5, HEADS, 4), name)
+    refused(cache, InvalidInputError, cache.read_range_into, 0, 5, array, array)
+    assert not array.any()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
+import kvspan
 from kvspan.errors import InvalidInputError, PinnedError
 from support import DIM, HEADS, WIDTH, address, new_filled_cache, refused, token, tokens
 
@@ -108,3 +109,95 @@ def test_torch_tensors_are_read_into(filled):
 def test_torch_tensors_that_do_not_fit_are_refused(tensor, filled):
     refused(filled, InvalidInputError, filled.append, tensor, token()[1])
     refused(filled, InvalidInputError, filled.write_kv, 0, token()[0], tensor)
+
+
+# Every element type
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
+
+
+def cache_of(dtype):
+    return kvspan.LayerKvCache(kvspan.KVCacheConfig(64, HEADS, DIM, dtype))
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(DTYPES.items()))
+def test_torch_takes_every_dtype_in_place(name, dtype):
+    cache = cache_of(name)
+    cache.append(*tokens(3))
+    span = cache.view()
+    tensor = torch.from_dlpack(span.key_view)
+    assert (tensor.dtype, tensor.shape) == (dtype, (3, HEADS, DIM))
+    assert tensor.data_ptr() == np.frombuffer(memoryview(span.key_view), np.uint8).ctypes.data
+    del span
+    gc.collect()
+    refused_reset(cache)
+    if name != "int8":
+        assert torch.equal(tensor, torch.from_numpy(tokens(3)[0]).to(dtype))
+    copied = torch.from_dlpack(cache.view().key_view, copy=True)
+    assert torch.equal(copied, tensor) and copied.data_ptr() != tensor.data_ptr()
+    del tensor
+    gc.collect()
+    cache.reset()
+
+
+def refused_reset(cache):
+    with pytest.raises(PinnedError):
+        cache.reset()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_torch_tensors_of_the_own_dtype_go_in_and_out_bit_by_bit(name):
+    dtype = DTYPES[name]
+    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    rows = patterns.reshape(-1, 64, 64)
+    config = kvspan.KVCacheConfig(len(rows), 64, 64, name)
+    cache = kvspan.LayerKvCache(config)
+    cache.append(rows, rows.flip(0))
+    taken = torch.from_dlpack(cache.view().value_view)
+    assert torch.equal(taken.view(torch.int16), rows.flip(0).view(torch.int16))
+    room = torch.zeros(2, *rows.shape, dtype=dtype)
+    cache.read_range_into(0, len(rows), *room)
+    assert torch.equal(room[0].view(torch.int16), rows.view(torch.int16))
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_rounding_is_that_of_torch(name):
+    numbers = torch.randn(8, HEADS, DIM) * 1000
+    cache = cache_of(name)
+    cache.append(numbers, numbers)
+    taken = torch.from_dlpack(cache.view().key_view)
+    assert torch.equal(taken, numbers.to(DTYPES[name]))
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_torch_computes_into_reserved_rows_of_every_dtype(name):
+    cache = cache_of(name)
+    keys, values = (torch.from_numpy(side).to(DTYPES[name]) for side in tokens(3))
+    with cache.reserve(3) as rows:
+        torch.from_dlpack(rows.key_view).copy_(keys)
+        torch.add(values, 1, out=torch.from_dlpack(rows.value_view))
+    assert torch.equal(torch.from_dlpack(cache.view().value_view), values + 1)
+
+
+def test_torch_tensors_of_bfloat16_do_not_go_into_other_caches():
+    rows = torch.zeros(2, HEADS, DIM, dtype=torch.bfloat16)
+    for name in ["float32", "float16", "int8"]:
+        cache = cache_of(name)
+        error = refused(cache, InvalidInputError, cache.append, rows, rows)
+        assert "bfloat16" in str(error) and "float32 is wanted" in str(error)
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(DTYPES.items()))
+def test_torch_takes_blocks_and_tensors_of_every_dtype(name, dtype):
+    manager = kvspan.KvCacheManager(6, block_size=2, num_kv_heads=HEADS, head_dim=DIM, dtype=name)
+    handle = manager.allocate([1, 2, 3])
+    manager.write(handle, 0, 0, *(torch.from_numpy(side) for side in tokens(3)))
+    pieces = [torch.from_dlpack(piece.key_view) for piece in manager.view(handle, 0)]
+    gathered = torch.from_dlpack(handle.key_cache(0), copy=True)
+    assert gathered.dtype == dtype
+    assert torch.equal(gathered, torch.cat(pieces))
