@@ -94,6 +94,7 @@ impl Row {
     }
 
     /// Where `rows` of `plane` are, which are inside it.
+    #[inline]
     fn place(&self, plane: Plane, rows: &Range<usize>) -> Place {
         Place {
             data_at: plane.data_at + rows.start * self.data_bytes,
@@ -137,8 +138,11 @@ impl Geometry {
     }
 
     /// Where keys and values of some rows are.
+    #[inline]
     pub(crate) fn places(&self, rows: &Range<usize>) -> [Place; 2] {
-        self.planes.map(|plane| self.row.place(plane, rows))
+        // One by one, for `map` would be a call.
+        let [keys, values] = self.planes;
+        [self.row.place(keys, rows), self.row.place(values, rows)]
     }
 
     pub(crate) fn new<T: Element>(config: &KVCacheConfig) -> Result<Self> {
@@ -263,13 +267,14 @@ impl BlockGeometry {
 
     /// Where keys and values of some slots are.
     pub(crate) fn places(&self, block: BlockId, layer: usize, slots: &Range<usize>) -> [Place; 2] {
-        [0, 1].map(|side| {
+        let block_at = self.block_at(block);
+        let plane = |side: usize| {
             let num_rows = (2 * layer + side) * self.shape.block_size;
-            let data_at = self.block_at(block) + num_rows * self.row.data_bytes;
-            let scales_at =
-                self.block_at(block) + self.scales_offset + num_rows * self.row.scale_bytes;
+            let data_at = block_at + num_rows * self.row.data_bytes;
+            let scales_at = block_at + self.scales_offset + num_rows * self.row.scale_bytes;
             self.row.place(Plane { data_at, scales_at }, slots)
-        })
+        };
+        [plane(0), plane(1)]
     }
 }
 

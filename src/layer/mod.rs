@@ -547,7 +547,7 @@ impl<T: Element> LayerKvCache<T> {
         let copy = Rows::new(*rows.geometry());
         if rows.nbytes() > 0 {
             rows.visit(0, None, |keys, values| {
-                copy.append(keys.into(), values.into(), Deadline::Never)
+                copy.append((&keys).into(), (&values).into(), Deadline::Never)
             })??;
         }
         Ok(Self { config: self.config, rows: Ok(Arc::new(copy)) })

@@ -82,7 +82,7 @@ impl<T: Element> BlockRows<T> {
         }
         let _exclusive = guard.lock.write();
         self.check_unpinned(guard, at.layer..at.layer + 1, &at.slots)?;
-        for (place, source) in places.iter().zip([keys, values]) {
+        for (place, source) in places.iter().zip([&keys, &values]) {
             // SAFETY: the lock is held exclusively, and no pin overlaps the rows.
             unsafe { self.buffer.write(place, source) };
         }

@@ -54,7 +54,7 @@ impl<T: Element> Stored<'_, T> {
     /// Copies the elements to the start of `target`, which has room for them.
     pub(crate) fn copy_to(&self, target: &mut Target<'_, T>) {
         match target {
-            Target::Stored(space) => space.fill(0, self.data),
+            Target::Elements(space) => space.fill(0, self.data),
             Target::Numbers(space) => {
                 let group = group::<T>(self.data.len(), self.scales.len());
                 let (mut done, mut scratch) = (0, [0.0; SCRATCH]);
@@ -73,6 +73,8 @@ impl<T: Element> Stored<'_, T> {
 
 impl<T: Element> StoredMut<'_, T> {
     /// Makes the elements those nearest to `numbers`, of which there are as many.
+    // Out of the way of those who copy.
+    #[inline(never)]
     fn round(self, numbers: Run<'_, f32>) {
         let group = group::<T>(self.data.len(), self.scales.len());
         let mut scratch = [0.0; SCRATCH];
@@ -227,18 +229,22 @@ impl Buffer {
     /// # Safety
     ///
     /// Their elements are of this type, and nobody else reads or writes them meanwhile.
-    pub(super) unsafe fn write<T: Element>(&self, place: &Place, source: Source<'_, T>) {
+    pub(super) unsafe fn write<T: Element>(&self, place: &Place, source: &Source<'_, T>) {
         assert!(source.len() == place.num_elements, "the source has as many elements as the rows");
         match source {
-            Source::Stored { data, scales } => {
+            Source::Elements(elements) => {
                 // SAFETY: the caller's promise.
-                unsafe { self.copy_in(place.data_at, data) };
+                unsafe { self.copy_in(place.data_at, *elements) };
+            }
+            Source::Stored(stored) => {
+                // SAFETY: the caller's promise.
+                unsafe { self.copy_in(place.data_at, stored.data.into()) };
                 // SAFETY: likewise.
-                unsafe { self.copy_in(place.scales_at, scales) };
+                unsafe { self.copy_in(place.scales_at, stored.scales.into()) };
             }
             Source::Numbers(numbers) => {
-                // SAFETY: likewise.
-                unsafe { self.rows_mut::<T>(place) }.round(numbers);
+                // SAFETY: the caller's promise.
+                unsafe { self.rows_mut::<T>(place) }.round(*numbers);
             }
         }
     }
@@ -344,8 +350,10 @@ pub(crate) struct Space<'a, U> {
 /// What to write to rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Source<'a, T: Element> {
-    /// Elements, with one scale a head.
-    Stored { data: Run<'a, T>, scales: Run<'a, T::Scale> },
+    /// Elements of a type without scales.
+    Elements(Run<'a, T>),
+    /// Elements, and one scale a head if the type has any.
+    Stored(&'a Stored<'a, T>),
     /// Numbers, which are rounded.
     Numbers(Run<'a, f32>),
 }
@@ -354,7 +362,7 @@ pub(crate) enum Source<'a, T: Element> {
 #[derive(Debug)]
 pub(crate) enum Target<'a, T: Element> {
     /// As elements, of a type without scales.
-    Stored(Space<'a, T>),
+    Elements(Space<'a, T>),
     /// As the numbers that the elements stand for.
     Numbers(Space<'a, f32>),
 }
@@ -437,39 +445,36 @@ fn part<U>(all: NonNull<U>, len: usize, values: &Range<usize>) -> NonNull<U> {
     unsafe { all.add(values.start) }
 }
 
-impl<'a, T: Element> Source<'a, T> {
-    /// Elements of a type without scales.
-    fn without_scales(data: Run<'a, T>) -> Self {
-        Self::Stored { data, scales: Run::from([].as_slice()) }
-    }
-
-    /// Elements of `dtype`, which is `T`'s if that has no scales, or that of `f32`.
+impl<T: Element> Source<'_, T> {
+    /// `S` is `T` if that has no scales, or `f32`.
     ///
     /// # Safety
     ///
     /// `elements` is aligned and readable for `len` of them during the lifetime of the result.
     #[cfg(feature = "python")]
-    pub(crate) unsafe fn from_raw(dtype: DType, elements: NonNull<u8>, len: usize) -> Self {
-        if dtype == T::DTYPE && !dtype.has_scales() {
+    pub(crate) unsafe fn from_raw<S: Element>(elements: NonNull<S>, len: usize) -> Self {
+        if S::DTYPE == T::DTYPE && !T::DTYPE.has_scales() {
             // SAFETY: the caller's promise.
-            return Self::without_scales(unsafe { Run::from_raw(elements.cast(), len) });
+            return Self::Elements(unsafe { Run::from_raw(elements.cast(), len) });
         }
-        assert!(dtype == DType::F32, "other types do not go into the cache");
+        assert!(S::DTYPE == DType::F32, "other types do not go into the cache");
         // SAFETY: likewise.
         Self::Numbers(unsafe { Run::from_raw(elements.cast(), len) })
     }
 
     pub(crate) fn len(&self) -> usize {
         match self {
-            Self::Stored { data, .. } => data.len,
+            Self::Elements(elements) => elements.len,
+            Self::Stored(stored) => stored.data.len(),
             Self::Numbers(numbers) => numbers.len,
         }
     }
 
-    /// Some of the elements, of a source without scales.
+    /// Some of the elements, without what scales they have.
     pub(crate) fn part(&self, elements: Range<usize>) -> Self {
         match self {
-            Self::Stored { data, .. } => Self::without_scales(data.part(&elements)),
+            Self::Elements(all) => Self::Elements(all.part(&elements)),
+            Self::Stored(all) => Self::Elements(Run::from(all.data).part(&elements)),
             Self::Numbers(numbers) => Self::Numbers(numbers.part(&elements)),
         }
     }
@@ -491,16 +496,16 @@ impl<'a, T: Element> Source<'a, T> {
 impl<'a, T: Element + Transfer<S>, S: Element> From<&'a [S]> for Source<'a, T> {
     fn from(slice: &'a [S]) -> Self {
         if S::DTYPE == T::DTYPE {
-            Self::without_scales(bytemuck::cast_slice(slice).into())
+            Self::Elements(bytemuck::cast_slice(slice).into())
         } else {
             Self::Numbers(bytemuck::cast_slice(slice).into())
         }
     }
 }
 
-impl<'a, T: Element> From<Stored<'a, T>> for Source<'a, T> {
-    fn from(stored: Stored<'a, T>) -> Self {
-        Self::Stored { data: stored.data.into(), scales: stored.scales.into() }
+impl<'a, T: Element> From<&'a Stored<'a, T>> for Source<'a, T> {
+    fn from(stored: &'a Stored<'a, T>) -> Self {
+        Self::Stored(stored)
     }
 }
 
@@ -508,29 +513,29 @@ impl<'a, T: Element> Target<'a, T> {
     /// `S` is `T` if that has no scales, or `f32`.
     pub(crate) fn new<S: Element>(slice: &'a mut [S]) -> Self {
         if S::DTYPE == T::DTYPE {
-            Self::Stored(bytemuck::cast_slice_mut(slice).into())
+            Self::Elements(bytemuck::cast_slice_mut(slice).into())
         } else {
             Self::Numbers(bytemuck::cast_slice_mut(slice).into())
         }
     }
 
-    /// Room for elements of `dtype`, which is `T`'s if that has no scales, or that of `f32`.
+    /// `S` is `T` if that has no scales, or `f32`.
     ///
     /// # Safety
     ///
     /// `elements` is aligned and writable for `len` of them during the lifetime of the result.
     #[cfg(feature = "python")]
-    pub(crate) unsafe fn from_raw(dtype: DType, elements: NonNull<u8>, len: usize) -> Self {
-        if dtype == T::DTYPE && !dtype.has_scales() {
-            return Self::Stored(Space { values: elements.cast(), len, _owner: PhantomData });
+    pub(crate) unsafe fn from_raw<S: Element>(elements: NonNull<S>, len: usize) -> Self {
+        if S::DTYPE == T::DTYPE && !T::DTYPE.has_scales() {
+            return Self::Elements(Space { values: elements.cast(), len, _owner: PhantomData });
         }
-        assert!(dtype == DType::F32, "the cache does not give other types");
+        assert!(S::DTYPE == DType::F32, "the cache does not give other types");
         Self::Numbers(Space { values: elements.cast(), len, _owner: PhantomData })
     }
 
     pub(crate) fn len(&self) -> usize {
         match self {
-            Self::Stored(space) => space.len,
+            Self::Elements(space) => space.len,
             Self::Numbers(space) => space.len,
         }
     }
@@ -538,7 +543,7 @@ impl<'a, T: Element> Target<'a, T> {
     /// Some of the elements.
     pub(crate) fn part(&mut self, elements: Range<usize>) -> Target<'_, T> {
         match self {
-            Self::Stored(space) => Target::Stored(space.part(&elements)),
+            Self::Elements(space) => Target::Elements(space.part(&elements)),
             Self::Numbers(space) => Target::Numbers(space.part(&elements)),
         }
     }

@@ -358,7 +358,7 @@ impl<T: Element> Rows<T> {
     /// Nobody else reads or writes the rows meanwhile.
     unsafe fn copy_in(&self, buffer: &Buffer, write: &RowWrite<'_, T>) {
         let places = self.geometry.places(&(write.at..write.at + write.rows));
-        for (place, source) in places.iter().zip([write.keys, write.values]) {
+        for (place, source) in places.iter().zip([&write.keys, &write.values]) {
             // SAFETY: the caller's promise.
             unsafe { buffer.write(place, source) };
         }

@@ -147,13 +147,10 @@ impl PyLayerKvCache {
         let cache = self.cache.get()?;
         let nbytes = self.nbytes_of(range.len());
         let (mut keys, mut values) = (keys.values(), values.values());
-        patience::run(py, nbytes, None, |patience| {
+        each!(cache, cache => patience::run(py, nbytes, None, |patience| {
             let (range, deadline) = (range.clone(), patience.deadline);
-            each!(cache, cache => {
-                let (keys, values) = (&mut keys.target(), &mut values.target());
-                cache.copy_out_until(range, keys, values, deadline)
-            })
-        })
+            cache.copy_out_until(range, &mut keys.target(), &mut values.target(), deadline)
+        }))
     }
 
     /// Writes rows `(token, keys, values)` given one by one.
@@ -293,11 +290,9 @@ impl PyLayerKvCache {
         let gap = self.nbytes_up_to(token_idx.0)?;
         let (nbytes, timeout) = (gap.max(2 * keys.nbytes()), timeout.map(|timeout| timeout.0));
         let (keys, values) = (keys.values(), values.values());
-        patience::run(py, nbytes, timeout, |patience| {
-            each!(cache, cache => {
-                cache.write_row(token_idx.0, keys.source(), values.source(), patience)
-            })
-        })
+        each!(cache, cache => patience::run(py, nbytes, timeout, |patience| {
+            cache.write_row(token_idx.0, keys.source(), values.source(), patience)
+        }))
     }
 
     /// Writes many tokens, all or none; readers see all of them or none.

@@ -115,6 +115,8 @@ def test_inputs_are_not_kept(work, filled):
     room = np.zeros(8, np.float32)
     objects = [filled, keys, values, room, keys.dtype, type(keys)]
     work(filled, keys, values, room)
+    # What other tests left behind refers to the dtype as well.
+    gc.collect()
     before = [sys.getrefcount(one) for one in objects]
     for _ in range(100):
         work(filled, keys, values, room)

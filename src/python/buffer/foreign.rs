@@ -14,7 +14,7 @@ use pyo3::types::PyMemoryView;
 
 use super::array::bfloat16;
 use super::dlpack::{Found, Imported};
-use crate::dtype::{DType, Element};
+use crate::dtype::{DType, Element, bf16, f16};
 use crate::memory::{Source, Target};
 use crate::python::error::{InvalidInputError, KvCacheError};
 
@@ -26,8 +26,8 @@ use crate::python::error::{InvalidInputError, KvCacheError};
 ///
 /// # Invariants
 ///
-/// `memory.data` is aligned and points to `len` elements of that type as long as `_owner` lives; they
-/// may be written if what was asked for is [`Tokens::Room`].
+/// `memory.first` is aligned and points to `len` elements of a type that the cache takes, as long as
+/// `_owner` lives; they may be written if what was asked for is [`Tokens::Room`].
 pub(in crate::python) struct Foreign<'a, 'py> {
     memory: Memory,
     _owner: Owner<'a, 'py>,
@@ -35,9 +35,16 @@ pub(in crate::python) struct Foreign<'a, 'py> {
 
 #[derive(Clone, Copy, Debug)]
 struct Memory {
-    data: NonNull<u8>,
-    dtype: DType,
+    first: First,
     len: usize,
+}
+
+/// The address of the first element.
+#[derive(Clone, Copy, Debug)]
+enum First {
+    F32(NonNull<f32>),
+    F16(NonNull<f16>),
+    BF16(NonNull<bf16>),
 }
 
 enum Owner<'a, 'py> {
@@ -77,18 +84,30 @@ unsafe impl Send for ValuesMut<'_> {}
 impl<'a> Values<'a> {
     /// For a cache of these elements, whose type the memory was checked for.
     pub(in crate::python) fn source<T: Element>(self) -> Source<'a, T> {
-        let Memory { data, dtype, len } = self.memory;
-        // SAFETY: the type's invariant.
-        unsafe { Source::from_raw(dtype, data, len) }
+        let Memory { first, len } = self.memory;
+        match first {
+            // SAFETY: the type's invariant.
+            First::F32(first) => unsafe { Source::from_raw(first, len) },
+            // SAFETY: likewise.
+            First::F16(first) => unsafe { Source::from_raw(first, len) },
+            // SAFETY: likewise.
+            First::BF16(first) => unsafe { Source::from_raw(first, len) },
+        }
     }
 }
 
 impl ValuesMut<'_> {
     /// For a cache of these elements, whose type the memory was checked for.
     pub(in crate::python) fn target<T: Element>(&mut self) -> Target<'_, T> {
-        let Memory { data, dtype, len } = self.memory;
-        // SAFETY: the type's invariant.
-        unsafe { Target::from_raw(dtype, data, len) }
+        let Memory { first, len } = self.memory;
+        match first {
+            // SAFETY: the type's invariant.
+            First::F32(first) => unsafe { Target::from_raw(first, len) },
+            // SAFETY: likewise.
+            First::F16(first) => unsafe { Target::from_raw(first, len) },
+            // SAFETY: likewise.
+            First::BF16(first) => unsafe { Target::from_raw(first, len) },
+        }
     }
 }
 
@@ -221,7 +240,12 @@ impl<'a, 'py> Foreign<'a, 'py> {
     }
 
     pub(in crate::python) fn nbytes(&self) -> usize {
-        self.memory.len * self.memory.dtype.itemsize()
+        let itemsize = match self.memory.first {
+            First::F32(_) => size_of::<f32>(),
+            First::F16(_) => size_of::<f16>(),
+            First::BF16(_) => size_of::<bf16>(),
+        };
+        self.memory.len * itemsize
     }
 
     /// The memory as something to copy from.
@@ -231,11 +255,17 @@ impl<'a, 'py> Foreign<'a, 'py> {
 
     /// One token of an array of many.
     pub(in crate::python) fn token(&self, index: usize, width: usize) -> Values<'_> {
-        let Memory { data, dtype, len } = self.memory;
+        let Memory { first, len } = self.memory;
         assert!(index < len / width, "the token is inside the array");
-        // SAFETY: the assertion keeps it inside.
-        let data = unsafe { data.add(index * width * dtype.itemsize()) };
-        Values { memory: Memory { data, dtype, len: width }, _owner: PhantomData }
+        let first = match first {
+            // SAFETY: the assertion keeps it inside.
+            First::F32(first) => First::F32(unsafe { first.add(index * width) }),
+            // SAFETY: likewise.
+            First::F16(first) => First::F16(unsafe { first.add(index * width) }),
+            // SAFETY: likewise.
+            First::BF16(first) => First::BF16(unsafe { first.add(index * width) }),
+        };
+        Values { memory: Memory { first, len: width }, _owner: PhantomData }
     }
 }
 
@@ -350,14 +380,17 @@ impl Wanted {
 
     #[inline]
     fn place(&self, data: *mut u8, dtype: DType, len: usize) -> PyResult<Memory> {
-        match NonNull::new(data) {
-            Some(data) if data.addr().get().is_multiple_of(dtype.itemsize()) => {
-                Ok(Memory { data, dtype, len })
-            }
-            // No elements need no place.
-            None if len == 0 => Ok(Memory { data: NonNull::<f32>::dangling().cast(), dtype, len }),
-            _ => Err(self.misaligned(dtype)),
-        }
+        // No elements need no place.
+        let nowhere = NonNull::<f32>::dangling().as_ptr().cast();
+        let data = if len == 0 && data.is_null() { nowhere } else { data };
+        let first = match dtype {
+            DType::F32 => aligned(data).map(First::F32),
+            DType::F16 => aligned(data).map(First::F16),
+            DType::BF16 => aligned(data).map(First::BF16),
+            // Which is nothing without its scale.
+            DType::I8 => None,
+        };
+        first.map(|first| Memory { first, len }).ok_or_else(|| self.misaligned(dtype))
     }
 
     /// The types that are taken.
@@ -452,6 +485,10 @@ fn of_format(format: &str) -> Option<DType> {
         "e" => Some(DType::F16),
         _ => None,
     }
+}
+
+fn aligned<T>(data: *mut u8) -> Option<NonNull<T>> {
+    NonNull::new(data.cast::<T>()).filter(|data| data.is_aligned())
 }
 
 /// A shape as Python writes it.
