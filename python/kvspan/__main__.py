@@ -68,9 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output has left. What Python still has of it goes nowhere.
+    except OSError as error:
+        # The output can not be written. What Python still has of it goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # whoever read it has left
+            say(f"error: {error.strerror or error}")
         return FAILED
     except CommandError as error:
         say(f"error: {error}")
@@ -202,6 +204,8 @@ def row(cells: list[str]) -> str:
 
 def with_progress(outcomes: Iterator[Outcome], total: int, num_blocks: int) -> Iterator[Outcome]:
     """Show a bar on a terminal, if tqdm is there."""
+    if sys.stderr is None:  # closed by whoever started this
+        return outcomes
     try:
         from tqdm import tqdm
     except ImportError:
@@ -213,7 +217,8 @@ def with_progress(outcomes: Iterator[Outcome], total: int, num_blocks: int) -> I
 
 
 def say(text: str) -> None:
-    print(f"kvspan replay: {text}", file=sys.stderr)
+    if sys.stderr is not None:
+        print(f"kvspan replay: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

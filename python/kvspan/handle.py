@@ -143,7 +143,12 @@ class KvCacheHandle(abc.ABC):
                 f"{self._called(name)} must be a tensor, which has a shape, or None, not "
                 f"{_kind(tensor)}"
             )
-        shape = tuple(shape)
+        try:
+            shape = tuple(map(operator.index, shape))
+        except TypeError:
+            raise TypeError(
+                f"{self._called(name)} has shape {shape!r:.80}, which is no tuple of integers"
+            ) from None
         # Of a cache that is being filled, a layer may have tokens that others still lack.
         if len(shape) != 3 or list(shape[1:]) != dims or shape[0] < num_tokens:
             raise InvalidInputError(

@@ -562,6 +562,12 @@ impl<T: Element> LayerKvCache<T> {
         self.rows().map(|rows| rows.geometry())
     }
 
+    /// Whether one is a clone of the other.
+    #[cfg(feature = "python")]
+    pub(crate) fn is_clone_of(&self, other: &Self) -> bool {
+        matches!((&self.rows, &other.rows), (Ok(own), Ok(others)) if Arc::ptr_eq(own, others))
+    }
+
     fn rows(&self) -> Result<&Arc<Rows<T>>> {
         self.rows.as_ref().map_err(Clone::clone)
     }

@@ -402,7 +402,8 @@ impl PyLayerKvCache {
     /// returns its result.
     ///
     /// `f` runs under a pin and no lock: it may call the cache, start threads, raise, or keep the
-    /// arrays, which then keep the token pinned.
+    /// arrays, which then keep the token pinned. Those of an int8 cache are without their scales, for
+    /// which there is ``with_read_range``.
     ///
     /// Raises OutOfRangeError if the token is not stored, and whatever `f` raises.
     fn with_read_kv<'py>(

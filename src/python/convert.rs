@@ -104,13 +104,14 @@ pub(super) fn positions_of(positions: &Bound<'_, PyAny>) -> PyResult<Vec<usize>>
 
 /// Appends what comes out of an iterator that may never end.
 pub(super) fn push<T>(py: Python<'_>, items: &mut Vec<T>, item: T) -> PyResult<()> {
-    if items.len() == items.capacity() {
-        // Seldom enough to look for Ctrl-C, and often enough for it.
+    // Seldom enough to look for Ctrl-C, and often enough for it. Not when there is no room for more:
+    // that comes later each time.
+    if items.len().is_multiple_of(1 << 16) {
         py.check_signals()?;
+    }
+    if items.len() == items.capacity() {
         let bytes = size_of_val(items.as_slice()).saturating_mul(2);
-        items
-            .try_reserve(items.len().clamp(16, 1 << 16))
-            .map_err(|_| KvError::OutOfMemory { bytes })?;
+        items.try_reserve(16).map_err(|_| KvError::OutOfMemory { bytes })?;
     }
     items.push(item);
     Ok(())

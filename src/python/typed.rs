@@ -33,6 +33,18 @@ impl<F32, F16, BF16, I8> Typed<F32, F16, BF16, I8> {
     }
 }
 
+impl AnyLayerKvCache {
+    pub(super) fn is_clone_of(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::F32(own), Self::F32(other)) => own.is_clone_of(other),
+            (Self::F16(own), Self::F16(other)) => own.is_clone_of(other),
+            (Self::BF16(own), Self::BF16(other)) => own.is_clone_of(other),
+            (Self::I8(own), Self::I8(other)) => own.is_clone_of(other),
+            _ => false,
+        }
+    }
+}
+
 /// `each!(typed, held => done)`: what is done with whatever is held.
 macro_rules! each {
     ($typed:expr, $held:ident => $done:expr) => {

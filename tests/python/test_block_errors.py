@@ -161,6 +161,8 @@ NO_TOKENS = [
         "tokens have 2 axes ([1, 3]), but one is wanted: those of one sequence",
     ),
     (np.array(3), InvalidInputError, "tokens have 0 axes ([]), but one is wanted"),
+    (np.int64(3), InvalidInputError, "tokens have 0 axes ([]), but one is wanted"),
+    (memoryview(np.array(3)), InvalidInputError, "tokens have 0 axes ([]), but one is wanted"),
     (
         np.arange(6)[::2],
         InvalidInputError,
@@ -275,6 +277,11 @@ EXTRA_KEYS = [
         {-1: ["a"]},
         InvalidInputError,
         "the block index of extra keys is -1, but it must be 0 or more",
+    ),
+    (
+        {2**64: ["a"]},
+        InvalidInputError,
+        f"the block index of extra keys is {2**64}, but it must be 0 or more, and fit 64 bits",
     ),
     ([("0", ["a"])], TypeError, "'str' object cannot be interpreted as an integer"),
     (
@@ -554,6 +561,18 @@ def test_without_storage_there_is_no_content():
     ]:
         error = refused(manager, NoStorageError, call)
         assert str(error) == "the cache has no storage: it keeps count of blocks alone"
+
+
+def test_without_storage_a_token_can_be_larger_than_any_array():
+    manager = new_manager(storage=False, num_kv_heads=2**63, head_dim=2**63)
+    handle, rows = start(manager, PROMPT), rows_of([1])
+    for call in [
+        lambda: manager.write(handle, 0, 0, *rows),
+        lambda: manager.write_many(0, [handle], [0], *rows),
+        lambda: manager.read_range_into(handle, 0, 0, 1, *rows),
+    ]:
+        error = refused(manager, InvalidInputError, call)
+        assert f"have shape (1, {HEADS}, {DIM}), but (tokens, {2**63}, {2**63})" in str(error)
 
 
 def test_resetting_is_refused_while_blocks_are_in_use(manager):

@@ -174,7 +174,7 @@ def test_blocks_that_can_not_stand_in_a_table_are_refused(table):
         error = refused(table, UnknownBlockError, call)
         assert str(error) == "block 0 is the null block, which no sequence has"
     error = refused(table, UnknownBlockError, table.replace_block, 0, -3)
-    assert (error.block, str(error)) == (-3, "there is no block -3: ids are 1 to 2**32 - 2")
+    assert (error.block, str(error)) == (-3, "there is no block -3: ids are 1 to 2**32 - 1")
     refused(table, UnknownBlockError, table.replace_block, 0, 2**32)
     error = refused(table, InvalidInputError, table.add_blocks, [3, -1])
     assert str(error) == "block 1 is -1, but it must be 0 to 4294967295"

@@ -1,8 +1,10 @@
 """Handles of both kinds keep one contract, and so must what is derived from the abstract class."""
 
 import abc
+import copy
 import inspect
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -439,6 +441,9 @@ def test_caches_that_are_no_model_s_are_refused():
     cache, *_ = layer_caches()
     with pytest.raises(InvalidInputError, match="layers 0 and 1 are the same cache"):
         kvspan.ContiguousKvCacheHandle([cache, cache])
+    with pytest.raises(InvalidInputError, match="layers 0 and 1 are the same cache, or share"):
+        kvspan.ContiguousKvCacheHandle([cache, copy.copy(cache)])
+    kvspan.ContiguousKvCacheHandle([cache, copy.deepcopy(cache)])
     with pytest.raises(TypeError, match="layer 1 must be a LayerKvCache, not int"):
         kvspan.ContiguousKvCacheHandle([cache, 3])
     with pytest.raises(ValueError, match="num_layers must be at least 1"):
@@ -534,6 +539,16 @@ def test_a_lie_about_the_table_shows_in_the_number_of_tokens(lies, error, messag
             InvalidInputError,
             "Liar.value_cache(1) has shape (), but (6, 1, 2) is wanted: num_tokens, num_heads and "
             "head_dim",
+        ),
+        (
+            {"key_cache": lambda self, layer: SimpleNamespace(shape=6)},
+            TypeError,
+            "Liar.key_cache(1) has shape 6, which is no tuple of integers",
+        ),
+        (
+            {"key_cache": lambda self, layer: SimpleNamespace(shape=("6", 1, 2))},
+            TypeError,
+            "Liar.key_cache(1) has shape ('6', 1, 2), which is no tuple of integers",
         ),
         (
             {"key_cache": lambda self, layer: "keys"},

@@ -1,8 +1,10 @@
 """Ctrl-C ends every wait, leaves the cache as it was, and never splits a write."""
 
 import contextlib
+import itertools
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -10,6 +12,7 @@ import time
 import numpy as np
 import pytest
 
+import kvspan
 from support import Threads, assert_holds, isolated, new_cache, new_filled_cache, token, tokens
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are sent as on Unix")
@@ -127,6 +130,25 @@ def test_ctrl_c_does_not_split_a_long_copy():
         with cache.view() as span:
             assert span.keys[::64].all()
             assert span.values[::64].all()
+
+
+@isolated
+def test_ctrl_c_ends_the_reading_of_endless_input():
+    manager = kvspan.KvCacheManager(4)
+    handle = manager.allocate([1])
+    rows = np.ones((1, 4, 64), np.float32)
+    for call in [
+        lambda: manager.allocate(range(2**32)),
+        lambda: manager.write_many(0, itertools.repeat(handle), [0], rows, rows),
+        lambda: manager.write_many(0, [handle], itertools.repeat(0), rows, rows),
+        lambda: manager.allocate([1], extra_keys={0: itertools.repeat(b"")}),
+    ]:
+        # Sent by another process, since no thread of this one gets a turn meanwhile.
+        command = f"sleep 1; date +%s.%N; kill -INT {os.getpid()}"
+        with subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE) as sender:
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            assert time.time() - float(sender.stdout.read()) < 0.9
 
 
 @isolated

@@ -488,6 +488,36 @@ def test_ctrl_c_ends_the_command_in_one_line(tmp_path):
         assert process.stderr.read() == "kvspan replay: interrupted\n"
 
 
+def test_command_needs_no_standard_error(packed):
+    command = [
+        sys.executable,
+        "-m",
+        "kvspan",
+        "replay",
+        str(packed),
+        "--num-blocks",
+        "10",
+        "--json",
+    ]
+    run = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", *command],
+        stdout=subprocess.PIPE,
+        check=False,
+        timeout=60,
+    )
+    assert run.returncode == 0
+    assert json.loads(run.stdout)["num_blocks"] == 10
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")
+def test_output_that_can_not_be_written_is_an_error_of_one_line(packed):
+    command = [sys.executable, "-m", "kvspan", "replay", str(packed), "--num-blocks", "10"]
+    with open("/dev/full", "wb") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, timeout=60)
+    assert run.stderr == b"kvspan replay: error: No space left on device\n"
+    assert run.returncode == 2
+
+
 def test_output_that_nobody_reads_ends_the_command_quietly(packed):
     read_end, write_end = os.pipe()
     os.close(read_end)

@@ -17,6 +17,7 @@ use crate::python::convert::{Layer, push, type_name};
 use crate::python::error::InvalidInputError;
 use crate::python::fork;
 use crate::python::reserved::positions;
+use crate::python::typed::AnyLayerKvCache;
 
 /// One sequence in one ``LayerKvCache`` a layer. It is a ``KvCacheHandle``.
 ///
@@ -36,7 +37,8 @@ use crate::python::reserved::positions;
 /// LayersDifferError
 ///     (a ValueError) If they do not have one shape and capacity.
 /// InvalidInputError
-///     (a ValueError) If a cache is given twice.
+///     (a ValueError) If a cache is given twice, or one that shares its tokens, as ``copy.copy``
+///     makes it.
 ///
 /// Examples
 /// --------
@@ -77,15 +79,18 @@ impl PyContiguousKvCacheHandle {
                 let other = type_name(&other.into_inner());
                 PyTypeError::new_err(format!("layer {layer} must be a LayerKvCache, not {other}"))
             })?;
-            if let Some(first) = given.iter().position(|earlier| earlier.is(&cache)) {
-                return Err(InvalidInputError::new_err((format!(
-                    "layers {first} and {layer} are the same cache"
-                ),)));
-            }
             push(layers.py(), &mut given, cache)?;
         }
         let parts = given.iter().map(|cache| cache.get().parts());
         let parts = parts.collect::<PyResult<Vec<_>>>()?;
+        for (layer, &(_, cache)) in parts.iter().enumerate() {
+            let is_same = |&(_, earlier): &(_, &AnyLayerKvCache)| cache.is_clone_of(earlier);
+            if let Some(first) = parts[..layer].iter().position(is_same) {
+                return Err(InvalidInputError::new_err((format!(
+                    "layers {first} and {layer} are the same cache, or share their tokens"
+                ),)));
+            }
+        }
         let caches = parts.iter().map(|&(_, cache)| cache.clone()).collect();
         let handle = AnyContiguousHandle::new(caches)?;
         let config = parts.first().map_or_else(PyKVCacheConfig::default, |&(config, _)| config);

@@ -75,7 +75,7 @@ fn block_index(object: &Bound<'_, PyAny>) -> PyResult<usize> {
             return error;
         }
         InvalidInputError::new_err((format!(
-            "the block index of extra keys is {}, but it must be 0 or more",
+            "the block index of extra keys is {}, but it must be 0 or more, and fit 64 bits",
             number(object)
         ),))
     })

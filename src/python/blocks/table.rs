@@ -226,7 +226,7 @@ fn block_id(block: &Bound<'_, PyAny>) -> PyResult<BlockId> {
     match block.extract::<u32>() {
         Ok(id) => BlockId::new(id).ok_or_else(null_block),
         Err(error) if error.is_instance_of::<PyOverflowError>(block.py()) => {
-            let message = format!("there is no block {}: ids are 1 to 2**32 - 2", number(block));
+            let message = format!("there is no block {}: ids are 1 to 2**32 - 1", number(block));
             Err(UnknownBlockError::new_err((message, block.clone().unbind())))
         }
         Err(error) => Err(error),

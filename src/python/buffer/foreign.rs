@@ -352,7 +352,7 @@ impl Wanted {
 
     #[inline]
     fn check(&self, shape: &[usize], writable: bool) -> PyResult<()> {
-        let (heads, dim, width) = (self.heads, self.dim, self.heads * self.dim);
+        let (heads, dim, width) = (self.heads, self.dim, self.width());
         let one = match *shape {
             [w] => w == width,
             [h, d] => h == heads && d == dim,
@@ -391,6 +391,13 @@ impl Wanted {
             DType::I8 => None,
         };
         first.map(|first| Memory { first, len }).ok_or_else(|| self.misaligned(dtype))
+    }
+
+    /// Elements of one token. Without storage there may be more than a number can say, and then more
+    /// than any array has.
+    #[inline]
+    fn width(&self) -> usize {
+        self.heads.saturating_mul(self.dim)
     }
 
     /// The types that are taken.
@@ -450,7 +457,7 @@ impl Wanted {
 
     #[cold]
     fn wrong_shape(&self, shape: &[usize]) -> PyErr {
-        let (name, heads, dim, width) = (self.name, self.heads, self.dim, self.heads * self.dim);
+        let (name, heads, dim, width) = (self.name, self.heads, self.dim, self.width());
         let one = format!("({heads}, {dim}) or ({width},)");
         let many = format!("(tokens, {heads}, {dim}) or (tokens, {width})");
         let wanted = match self.tokens {

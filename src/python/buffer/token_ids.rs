@@ -98,6 +98,12 @@ fn in_memory(
     }
     let view = PyMemoryView::from(object);
     if !view.as_ref().is_err_and(|error| error.is_instance_of::<PyTypeError>(py)) {
+        if let Ok(view) = &view
+            && view.getattr("ndim")?.extract::<usize>()? == 0
+        {
+            // Of which there is no buffer with a shape.
+            check_shape(&[], true, noun, axes)?;
+        }
         let buffer = view.and_then(|view| PyUntypedBuffer::get(&view));
         let buffer = buffer.map_err(|error| unreadable(py, noun, error))?;
         return in_buffer(&buffer, py, noun, axes).map(Some);
