@@ -133,7 +133,7 @@ def build_tokenizer(tokens: list[str], merges: list[str], types: list[int]) -> T
 # Serving
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A prompt, and what becomes of it."""
 
@@ -174,22 +174,25 @@ def serve(model, manager, requests, ignore_eos=False):
 
         logits = forward(model, manager, running)
 
+        # From here on the full blocks of these tokens can be found by others.
+        handles = [request.handle for request in running]
+        manager.commit_many(handles, [request.new_ids for request in running])
         for request, next_id in zip(running, logits.argmax(axis=-1).tolist()):
-            # From here on the full blocks of these tokens can be found by others.
-            manager.commit(request.handle, request.new_ids)
             if not request.answer_ids:
                 request.seconds_to_first_token = time.perf_counter() - begin
             request.answer_ids.append(next_id)
             request.new_ids = [next_id]
         yield running
 
-        for request in running:
-            is_done = len(request.answer_ids) == request.max_tokens
-            if is_done or (request.answer_ids[-1] == model.eos_id and not ignore_eos):
-                manager.free(request.handle)
-            else:
-                manager.extend(request.handle)
-        running = [request for request in running if request.handle.is_valid]
+        done = [
+            request
+            for request in running
+            if len(request.answer_ids) == request.max_tokens
+            or (request.new_ids == [model.eos_id] and not ignore_eos)
+        ]
+        manager.free_many([request.handle for request in done])
+        running = [request for request in running if request not in done]
+        manager.extend_many([request.handle for request in running])
 
 
 def admit(manager, request, must_fit) -> bool:
