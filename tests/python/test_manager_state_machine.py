@@ -1,0 +1,557 @@
+"""Random histories of a manager, its handles, and views that NumPy holds, beside a model.
+
+After every step the manager must say of every block, count and name what the model says, every
+sequence must hold its numbers, and whatever is held must be as it was when it was taken.
+"""
+
+import array
+import gc
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from numpy.testing import assert_array_equal
+
+import kvspan
+from blocks import (
+    BLOCK_SIZE,
+    DIM,
+    HEADS,
+    NUM_LAYERS,
+    assert_nothing_leaks,
+    keys_of,
+    new_manager,
+    read,
+    rows_of,
+)
+from kvspan.errors import StaleHandleError, ViewsAliveError
+from manager_model import ManagerModel, RefusedError, Sequence, View, blocks_for
+
+NUM_BLOCKS = 8
+
+# Beginnings are often equal.
+tokens = st.builds(
+    lambda count, others: [0] * count + others,
+    st.integers(0, 14),
+    st.lists(st.integers(0, 1), max_size=3),
+)
+request_ids = st.sampled_from([None, None, None, "one", "two"])
+salts = loras = st.sampled_from([None, None, None, None, "a", ""])
+extra_keys = st.sampled_from(
+    [{}, {}, {}, {}, {}, {0: ["cat"]}, {1: ["cat", b"dog"]}, {2: [""], 3: []}]
+)
+counts = st.integers(0, 6)
+layers = st.integers(0, NUM_LAYERS - 1)
+# Which one of several, or where in what there is.
+choices = st.integers(0, 1_000)
+
+FORMS = [
+    list,
+    tuple,
+    lambda tokens: np.array(tokens, np.int32),
+    lambda tokens: np.array(tokens, np.int64),
+    lambda tokens: np.array(tokens, np.uint32),
+    lambda tokens: memoryview(array.array("i", tokens)),
+]
+
+
+@dataclass
+class Live:
+    handle: kvspan.PagedKvCacheHandle
+    sequence: Sequence
+
+
+@dataclass(eq=False)
+class Held:
+    """Something that keeps a view alive, and what it shows: numbers of rows, or an array."""
+
+    view: View
+    thing: object
+    numbers: list
+    expected: np.ndarray | None
+    memory: object  # what arrays over it keep alive besides
+
+
+FROM_PIECE = [
+    (1, lambda piece: piece.keys),
+    (-1, lambda piece: piece.values),
+    (1, lambda piece: np.asarray(piece.key_view)),
+    (-1, lambda piece: np.from_dlpack(piece.value_view)),
+    (1, lambda piece: memoryview(piece.key_view)),
+    (-1, lambda piece: piece.value_view),
+]
+FROM_ARRAY = [
+    lambda array: array[1:],
+    lambda array: array[..., :1],
+    lambda array: array.T,
+    lambda array: array[::-1],
+]
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.manager = new_manager(NUM_BLOCKS)
+        self.model = ManagerModel(NUM_BLOCKS)
+        self.live, self.stale, self.held = [], [], []
+        self.names = {}  # of the model's names, those of the manager
+        self.last_number = 0
+
+    def new_numbers(self, count):
+        self.last_number += count
+        return list(range(self.last_number - count + 1, self.last_number + 1))
+
+    def one(self, choice):
+        return self.live[choice % len(self.live)]
+
+    @staticmethod
+    def agree(model, call, *arguments, **keywords):
+        """What the model and the call say; or nothing, if the call raises just what the model does."""
+        refusal = None
+        try:
+            expected = model()
+        except RefusedError as refused:
+            refusal = refused.with_traceback(None)
+        try:
+            result = call(*arguments, **keywords)
+        except Exception as caught:
+            # Without the traceback, which would keep the arguments alive.
+            raised = caught.with_traceback(None)
+            if refusal is None:
+                raise
+            assert type(raised) is refusal.error, repr(raised)
+            for field, value in refusal.fields.items():
+                assert getattr(raised, field) == value, (raised, field)
+            return None
+        assert refusal is None, f"{refusal} was not raised"
+        return expected, result
+
+    def has_handles(self):
+        return bool(self.live)
+
+    # Sequences
+
+    @rule(
+        given=tokens,
+        form=st.sampled_from(FORMS),
+        name=request_ids,
+        salt=salts,
+        lora=loras,
+        extra=extra_keys,
+        lookahead=st.sampled_from([0, 0, 1, 5]),
+    )
+    def allocate(self, given, form, name, salt, lora, extra, lookahead):
+        keys = {index: [text(key) for key in keys] for index, keys in extra.items()}
+        new = Sequence(name, (salt, lora), keys, list(given))
+        kind = {"cache_salt": salt, "lora_id": lora, "extra_keys": extra or None}
+        hits = self.manager.probe(form(given), **kind)
+        done = self.agree(
+            lambda: self.model.allocate([new], lookahead),
+            self.manager.allocate,
+            form(given),
+            name,
+            lookahead=lookahead,
+            **kind,
+        )
+        if done:
+            self.live.append(Live(done[1], new))
+            assert hits == new.cached
+
+    @rule(given=tokens, frees=st.booleans())
+    def serve(self, given, frees):
+        """A whole request, which may be over at once."""
+        before = len(self.live)
+        self.allocate(given, list, None, None, None, {}, 0)
+        if len(self.live) > before:
+            self.compute(before)
+            if frees:
+                self.end(before, "close")
+
+    @precondition(has_handles)
+    @rule(choice=choices, name=request_ids, clones=st.booleans())
+    def fork(self, choice, name, clones):
+        one = self.one(choice)
+        name = None if clones else name
+        make = one.handle.clone_handle if clones else lambda: self.manager.fork(one.handle, name)
+        done = self.agree(lambda: self.model.fork(one.sequence, name), make)
+        if done:
+            self.live.append(Live(done[1], self.model.sequences[-1]))
+
+    @precondition(has_handles)
+    @rule(choice=choices, count=counts)
+    def extend(self, choice, count):
+        one = self.one(choice)
+        grown = [(one.sequence, count)]
+        self.check_copy(
+            self.agree(lambda: self.model.extend(grown), self.manager.extend, one.handle, count)
+        )
+
+    @precondition(has_handles)
+    @rule(choice=choices, at=choices)
+    def truncate(self, choice, at):
+        one = self.one(choice)
+        new_len = at % (len(one.sequence) + 2)
+        self.check_copy(
+            self.agree(
+                lambda: self.model.truncate(one.sequence, new_len),
+                self.manager.truncate,
+                one.handle,
+                new_len,
+            )
+        )
+
+    @staticmethod
+    def check_copy(done):
+        if done:
+            expected, copied = done
+            found = copied and (copied.block_index, copied.source, copied.target)
+            assert found == (expected[0] if expected else None)
+
+    @precondition(has_handles)
+    @rule(choice=choices, length=st.integers(0, 16))
+    def assign_table(self, choice, length):
+        one = self.one(choice)
+        table = kvspan.BlockTable(BLOCK_SIZE)
+        table.add_blocks(one.handle.block_table.physical_blocks)
+        fits = length <= len(one.sequence.blocks) * BLOCK_SIZE
+        if fits:
+            table.extend_sequence(length)
+            self.agree(
+                lambda: self.model.assign_table(one.sequence, length),
+                lambda: setattr(one.handle, "block_table", table),
+            )
+
+    # Content
+
+    @precondition(has_handles)
+    @rule(choice=choices, layer=layers, at=choices, count=counts, flat=st.booleans())
+    def write(self, choice, layer, at, count, flat):
+        one = self.one(choice)
+        start = at % (len(one.sequence) + 1)
+        numbers = self.new_numbers(count)
+        shape = (count, HEADS * DIM) if flat else (count, HEADS, DIM)
+        rows = (side.reshape(shape) for side in rows_of(numbers))
+        self.agree(
+            lambda: self.model.write(layer, [(one.sequence, start, numbers)]),
+            self.manager.write,
+            one.handle,
+            layer,
+            start,
+            *rows,
+        )
+
+    def some(self, bits):
+        """Sequences that the bits choose."""
+        return [one for place, one in enumerate(self.live) if bits >> place % 10 & 1]
+
+    @rule(bits=choices, layer=layers, at=choices)
+    def write_many(self, bits, layer, at):
+        some = [one for one in self.some(bits) if len(one.sequence)]
+        positions = [at % len(one.sequence) for one in some]
+        numbers = self.new_numbers(len(some))
+        writes = [
+            (one.sequence, position, [number])
+            for one, position, number in zip(some, positions, numbers)
+        ]
+        self.agree(
+            lambda: self.model.write(layer, writes),
+            self.manager.write_many,
+            layer,
+            [one.handle for one in some],
+            positions,
+            *rows_of(numbers),
+        )
+
+    @precondition(has_handles)
+    @rule(
+        choice=choices,
+        count=st.integers(0, 9),
+        others=st.lists(st.integers(0, 1), min_size=9, max_size=9),
+        form=st.sampled_from(FORMS),
+    )
+    def commit(self, choice, count, others, form):
+        one = self.one(choice)
+        known = one.sequence.tokens[one.sequence.committed :]
+        self.commit_tokens(one, (known + others)[:count], form)
+
+    @precondition(has_handles)
+    @rule(choice=choices, given=tokens)
+    def commit_anything(self, choice, given):
+        self.commit_tokens(self.one(choice), given, list)
+
+    def commit_tokens(self, one, given, form):
+        commits = [(one.sequence, given)]
+        self.agree(lambda: self.model.commit(commits), self.manager.commit, one.handle, form(given))
+
+    @precondition(has_handles)
+    @rule(choice=choices)
+    def compute(self, choice):
+        """Writes all rows that are not committed, and commits them."""
+        one = self.one(choice)
+        start, length = one.sequence.committed, len(one.sequence)
+        for layer in range(NUM_LAYERS):
+            numbers = self.new_numbers(length - start)
+            writes = [(one.sequence, start, numbers)]
+            done = self.agree(
+                lambda layer=layer, writes=writes: self.model.write(layer, writes),
+                self.manager.write,
+                one.handle,
+                layer,
+                start,
+                *rows_of(numbers),
+            )
+            if done is None:
+                return
+        start = one.sequence.committed
+        known = one.sequence.tokens + [0] * length
+        self.commit_tokens(one, known[start:length], list)
+
+    @precondition(has_handles)
+    @rule(choice=choices, layer=layers, start=choices, more=counts)
+    def read_range_into(self, choice, layer, start, more):
+        one = self.one(choice)
+        length = len(one.sequence)
+        start %= length + 1
+        room = np.full((2, length - start + more, HEADS, DIM), -1, np.float32)
+        self.manager.read_range_into(one.handle, layer, start, length, *room)
+        expected = rows_of(one.sequence.rows[layer][start:])
+        assert_array_equal(room[:, : length - start], expected)
+        assert (room[:, length - start :] == -1).all()
+
+    # The end of a sequence
+
+    def freed(self, *ones):
+        self.model.free([one.sequence for one in ones])
+        self.live = [one for one in self.live if one not in ones]
+        self.stale += [one.handle for one in ones]
+        del self.stale[:-3]
+
+    @precondition(has_handles)
+    @rule(choice=choices, way=st.sampled_from(["free", "close", "with", "raise", "drop", "cycle"]))
+    def end(self, choice, way):
+        one = self.one(choice)
+        if way == "free":
+            self.manager.free(one.handle)
+        elif way == "close":
+            one.handle.close()
+            one.handle.close()
+        elif way in ("with", "raise"):
+            try:
+                with one.handle as handle:
+                    assert handle is one.handle
+                    if way == "raise":
+                        raise ZeroDivisionError
+            except ZeroDivisionError as error:
+                error.__traceback__ = None
+        self.freed(one)
+        if way in ("drop", "cycle"):
+            self.stale.pop()
+            if way == "cycle":
+                one.itself = one
+            del one
+            if way == "cycle":
+                gc.collect()
+
+    @rule(name=st.sampled_from(["one", "two"]))
+    def free_request(self, name):
+        done = self.agree(lambda: self.model.named(name), lambda: self.manager.free_request(name))
+        if done:
+            self.freed(next(one for one in self.live if one.sequence is done[0]))
+
+    @precondition(lambda self: self.stale)
+    @rule(choice=choices, way=choices)
+    def use_stale(self, choice, way):
+        handle, manager = self.stale[choice % len(self.stale)], self.manager
+        rows = rows_of([1])
+        ways = [
+            lambda: manager.extend(handle),
+            lambda: manager.truncate(handle, 0),
+            lambda: manager.fork(handle),
+            lambda: manager.free(handle),
+            lambda: manager.commit(handle, [0]),
+            lambda: manager.view(handle, 0),
+            lambda: manager.write(handle, 0, 0, *rows),
+            lambda: manager.write_many(0, [handle], [0], *rows),
+            lambda: manager.read_range(handle, 0),
+            lambda: handle.key_cache(0),
+            lambda: handle.clone_handle(),
+            lambda: handle.__enter__(),
+            lambda: setattr(handle, "block_table", handle.block_table),
+        ]
+        assert not handle.is_valid
+        with pytest.raises(StaleHandleError) as caught:
+            ways[way % len(ways)]()
+        assert caught.value.cache_id == handle.cache_id
+        del caught
+
+    @rule()
+    def reset_prefix_cache(self):
+        self.agree(self.model.reset, self.manager.reset_prefix_cache)
+
+    # Views
+
+    @precondition(has_handles)
+    @rule(choice=choices, layer=layers, start=choices, count=st.integers(-1, 10))
+    def view(self, choice, layer, start, count):
+        one = self.one(choice)
+        start %= len(one.sequence) + 1
+        end = max(start + count, 0)
+        done = self.agree(
+            lambda: self.model.view(one.sequence, layer, start, end),
+            self.manager.view,
+            one.handle,
+            layer,
+            start,
+            end,
+        )
+        if done:
+            view, span = done
+            self.held.append(Held(view, span, view.numbers, None, object()))
+
+    @precondition(has_handles)
+    @rule(choice=choices, layer=layers, values=st.booleans())
+    def cache_tensor(self, choice, layer, values):
+        one = self.one(choice)
+        view = self.model.view(one.sequence, layer, 0, len(one.sequence))
+        tensor = one.handle.value_cache(layer) if values else one.handle.key_cache(layer)
+        expected = keys_of(view.numbers) * (-1 if values else 1)
+        assert tensor.num_segments == blocks_for(len(one.sequence))
+        self.held.append(Held(view, tensor, view.numbers, expected, object()))
+
+    @precondition(lambda self: self.held)
+    @rule(choice=choices, way=choices)
+    def derive(self, choice, way):
+        """Makes something else over the same memory."""
+        held = self.held[choice % len(self.held)]
+        match held.thing:
+            case kvspan.PagedSpan() as span if span.num_segments:
+                piece = span.segments[way % span.num_segments]
+                numbers = held.numbers[piece.start - span.start : piece.end - span.start]
+                new = Held(held.view, piece, numbers, None, object())
+            case kvspan.KVSpan() as piece:
+                sign, make = FROM_PIECE[way % len(FROM_PIECE)]
+                expected = keys_of(held.numbers) * sign
+                new = Held(held.view, make(piece), [], expected, held.memory)
+            case kvspan.CacheTensor() as tensor if tensor.num_segments:
+                index = way % tensor.num_segments
+                expected = held.expected[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+                new = Held(held.view, tensor.segments[index], [], expected, held.memory)
+            case np.ndarray() as rows if rows.ndim > 1:
+                make = FROM_ARRAY[way % len(FROM_ARRAY)]
+                new = Held(held.view, make(rows), [], make(held.expected), held.memory)
+            case _:
+                return
+        self.held.append(new)
+
+    @precondition(lambda self: self.held)
+    @rule(choice=choices)
+    def drop(self, choice):
+        self.let_go(self.held[choice % len(self.held)])
+
+    def let_go(self, held):
+        self.held = [other for other in self.held if other is not held]
+        held.thing = None
+        if all(other.view is not held.view for other in self.held):
+            self.model.end_view(held.view)
+
+    def can_be_released(self):
+        return any(hasattr(held.thing, "released") for held in self.held)
+
+    @precondition(can_be_released)
+    @rule(choice=choices, by_release=st.booleans())
+    def end_span(self, choice, by_release):
+        spans = [held for held in self.held if hasattr(held.thing, "released")]
+        ending = spans[choice % len(spans)]
+        others = [held for held in self.held if held is not ending and held.view is ending.view]
+        if isinstance(ending.thing, kvspan.KVSpan):
+            others = [held for held in others if held.memory is ending.memory]
+        if not by_release:
+            with ending.thing:
+                assert not ending.thing.released
+        elif others:
+            with pytest.raises(ViewsAliveError):
+                ending.thing.release()
+            return
+        else:
+            ending.thing.release()
+        assert ending.thing.released
+        self.let_go(ending)
+
+    # After every step
+
+    @invariant()
+    def every_block_is_what_the_model_says(self):
+        picture = self.manager.inspect()
+        assert picture.free_queue == self.model.queue
+        for found, (number, block) in zip(picture.blocks, self.model.blocks.items(), strict=True):
+            assert (found.block, found.state) == (number, block.state)
+            assert (found.reference_count, found.pin_count) == (block.holders, block.pins)
+            assert (found.key is None) == (block.name is None)
+            if found.key is not None:
+                assert self.names.setdefault(block.name, found.key) == found.key
+        assert len(set(self.names.values())) == len(self.names), "two names have one key"
+
+    @invariant()
+    def numbers_are_what_the_model_says(self):
+        self.manager.check_integrity()
+        stats, expected = self.manager.stats(), self.model.stats()
+        assert {name: getattr(stats, name) for name in expected} == expected
+        report = self.manager.leak_report()
+        assert [(s.cache_id, s.request_id, s.blocks) for s in report.sequences] == [
+            (one.handle.cache_id, one.sequence.request_id, one.sequence.blocks) for one in self.live
+        ]
+        pinned = {n: block.pins for n, block in self.model.blocks.items() if block.pins}
+        assert dict(report.pinned_blocks) == pinned
+
+    @invariant()
+    def sequences_hold_what_the_model_says(self):
+        for one in self.live:
+            handle, sequence = one.handle, one.sequence
+            assert handle.block_table.physical_blocks == sequence.blocks
+            assert (handle.num_tokens, handle.tokens.tolist()) == (len(sequence), sequence.tokens)
+            assert handle.num_cached_tokens == sequence.cached
+            assert handle.num_committed_tokens == sequence.committed
+            for layer in range(NUM_LAYERS):
+                assert read(self.manager, handle, layer) == sequence.rows[layer]
+
+    @invariant()
+    def held_things_are_as_they_were(self):
+        for held in self.held:
+            match held.thing:
+                case kvspan.PagedSpan() as span:
+                    pieces = [(piece.keys, piece.values) for piece in span]
+                    if pieces:
+                        found = [np.concatenate(side) for side in zip(*pieces)]
+                        assert_array_equal(found, rows_of(held.numbers))
+                case kvspan.KVSpan() as piece:
+                    assert_array_equal((piece.keys, piece.values), rows_of(held.numbers))
+                case kvspan.CacheTensor() as tensor:
+                    assert_array_equal(tensor.numpy(), held.expected)
+                case other:
+                    assert_array_equal(np.asarray(other), held.expected)
+
+    def teardown(self):
+        """Everything comes back, whoever goes first."""
+        while self.live:
+            one = self.live[len(self.live) // 2]
+            self.freed(one)
+            self.stale.clear()
+            del one
+            self.every_block_is_what_the_model_says()
+        while self.held:
+            self.let_go(self.held[len(self.held) // 2])
+            self.every_block_is_what_the_model_says()
+        assert_nothing_leaks(self.manager)
+
+
+def text(key):
+    """An extra key as both of its forms are hashed."""
+    return key.encode() if isinstance(key, str) else key
+
+
+# To find the shortest history that fails can take minutes, and the slow profile any time.
+FAST = settings.get_current_profile_name() == "fast"
+TestManager = pytest.mark.timeout(600 if FAST else 0)(ManagerMachine.TestCase)
