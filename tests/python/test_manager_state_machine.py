@@ -210,6 +210,95 @@ class ManagerMachine(RuleBasedStateMachine):
             found = copied and (copied.block_index, copied.source, copied.target)
             assert found == (expected[0] if expected else None)
 
+    # Many at once
+
+    def some(self, bits):
+        """Sequences that the bits choose."""
+        return [one for place, one in enumerate(self.live) if bits >> place % 10 & 1]
+
+    @rule(
+        requests=st.lists(st.tuples(tokens, request_ids, salts, loras), max_size=3),
+        lookahead=st.sampled_from([0, 0, 5]),
+        as_chains=st.booleans(),
+    )
+    def allocate_many(self, requests, lookahead, as_chains):
+        if as_chains:
+            requests = [(given, name, None, None) for given, name, _, _ in requests]
+        new = [
+            Sequence(name, (salt, lora), {}, list(given)) for given, name, salt, lora in requests
+        ]
+        given, names, *secrets = zip(*requests) if requests else [()] * 4
+        if as_chains:
+            given, secrets = [self.manager.keys(one) for one in given], [None, None]
+        done = self.agree(
+            lambda: self.model.allocate(new, lookahead),
+            self.manager.allocate_many,
+            given,
+            names,
+            cache_salts=secrets[0],
+            lora_ids=secrets[1],
+            lookahead=lookahead,
+        )
+        if done:
+            self.live += [Live(handle, sequence) for handle, sequence in zip(done[1], new)]
+
+    @rule(bits=choices, additional=st.lists(counts, min_size=40, max_size=40), same=st.booleans())
+    def extend_many(self, bits, additional, same):
+        some = self.some(bits)
+        additional = [additional[0]] * len(some) if same else additional[: len(some)]
+        grown = [(one.sequence, count) for one, count in zip(some, additional)]
+        lengths = [len(one.sequence) for one in some]
+        copies = []
+        done = self.agree(
+            lambda: self.model.extend(grown),
+            self.manager.extend_many,
+            [one.handle for one in some],
+            additional[0] if same and some else additional,
+            copies=copies,
+        )
+        found = [(copied.block_index, copied.source, copied.target) for _, copied in copies]
+        assert found == (done[0] if done else [])
+        if done:
+            expected = [
+                slot
+                for one, start in zip(some, lengths)
+                for slot in slots(one.sequence, start, len(one.sequence))
+            ]
+            assert done[1].tolist() == expected
+
+    @rule(bits=choices, count=st.integers(0, 5), token=st.integers(0, 1), rows=st.booleans())
+    def commit_many(self, bits, count, token, rows):
+        some = self.some(bits)
+        given = [
+            (one.sequence.tokens[one.sequence.committed :] + [token] * count)[:count]
+            for one in some
+        ]
+        self.agree(
+            lambda: self.model.commit([(one.sequence, own) for one, own in zip(some, given)]),
+            self.manager.commit_many,
+            [one.handle for one in some],
+            np.array(given, np.int64).reshape(len(some), count) if rows else given,
+        )
+
+    @rule(bits=choices)
+    def free_many(self, bits):
+        some = self.some(bits)[:2]
+        self.manager.free_many([one.handle for one in some])
+        self.freed(*some)
+
+    @rule(bits=choices)
+    def ask_many(self, bits):
+        some = self.some(bits)
+        handles = [one.handle for one in some]
+        found = self.manager.block_tables(handles)
+        width = max([len(one.sequence.blocks) for one in some], default=0)
+        expected = [one.sequence.blocks + [0] * (width - len(one.sequence.blocks)) for one in some]
+        assert (found.shape, found.tolist()) == ((len(some), width), expected)
+        expected = [slot for one in some for slot in slots(one.sequence, 0, len(one.sequence))]
+        assert self.manager.slot_mappings(handles, 0).tolist() == expected
+        cached = self.manager.num_cached_tokens(handles)
+        assert cached.tolist() == [one.sequence.cached for one in some]
+
     @precondition(has_handles)
     @rule(choice=choices, length=st.integers(0, 16))
     def assign_table(self, choice, length):
@@ -242,10 +331,6 @@ class ManagerMachine(RuleBasedStateMachine):
             start,
             *rows,
         )
-
-    def some(self, bits):
-        """Sequences that the bits choose."""
-        return [one for place, one in enumerate(self.live) if bits >> place % 10 & 1]
 
     @rule(bits=choices, layer=layers, at=choices)
     def write_many(self, bits, layer, at):
@@ -545,6 +630,13 @@ class ManagerMachine(RuleBasedStateMachine):
             self.let_go(self.held[len(self.held) // 2])
             self.every_block_is_what_the_model_says()
         assert_nothing_leaks(self.manager)
+
+
+def slots(sequence, start, end):
+    return [
+        sequence.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+        for position in range(start, end)
+    ]
 
 
 def text(key):
