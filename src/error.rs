@@ -264,6 +264,13 @@ pub enum KvError {
         block_index: usize,
     },
 
+    /// The epoch is the largest number that there is.
+    #[error("the epoch is {epoch}, and can not be raised")]
+    LastEpoch {
+        /// The epoch.
+        epoch: u64,
+    },
+
     /// The prefix index can not be emptied while blocks are in use.
     #[error("{in_use} blocks are in use")]
     BlocksInUse {

@@ -421,6 +421,46 @@ fn the_prefix_cache_is_not_reset_while_blocks_are_in_use() {
 }
 
 #[test]
+fn nothing_older_than_the_epoch_is_found_and_all_that_live_go_on() {
+    let manager = KvCacheManager::new(KvCacheManagerConfig { epoch: 7, ..config(12) }).unwrap();
+    let tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9];
+    drop(start(&manager, &tokens[..5]));
+    let old_keys = manager.keys(&tokens, &PLAIN).unwrap();
+    let mut old = manager.allocate(&tokens, &PLAIN).unwrap();
+    assert_eq!((old.num_cached_tokens(), manager.epoch()), (4, 7));
+
+    let clone = manager.clone();
+    assert_eq!(clone.advance_epoch(), Ok(8));
+    assert_eq!((manager.epoch(), manager.probe(&tokens, &PLAIN)), (8, Ok(0)));
+    compute(&manager, &mut old, &tokens, 4);
+    let mut fork = manager.fork(&old, None).unwrap();
+    manager.extend(&mut fork, 3).unwrap();
+    compute(&manager, &mut fork, &[&tokens[..], &[10, 11, 12]].concat(), 9);
+    check(&manager, &old, &tokens);
+    assert_eq!(manager.probe(&tokens, &PLAIN), Ok(0));
+    assert_eq!(manager.probe_keyed(&old_keys), Ok(8));
+
+    // A new one computes all of it, and shares it with the next.
+    let new = start(&manager, &tokens);
+    assert_eq!(new.num_cached_tokens(), 0);
+    assert!(blocks(&new).iter().all(|block| !blocks(&old).contains(block)));
+    assert_eq!(manager.probe(&tokens, &PLAIN), Ok(8));
+    let new_keys = manager.keys(&tokens, &PLAIN).unwrap();
+    assert_eq!(manager.probe_keyed(&new_keys), Ok(8));
+    assert_ne!(new_keys.keys(), old_keys.keys());
+    manager.check_integrity().unwrap();
+}
+
+#[test]
+fn the_last_epoch_is_not_followed_by_the_first() {
+    let config = KvCacheManagerConfig { epoch: u64::MAX - 1, ..config(1) };
+    let manager = KvCacheManager::new(config).unwrap();
+    assert_eq!(manager.advance_epoch(), Ok(u64::MAX));
+    refuses(&manager, || manager.advance_epoch(), &KvError::LastEpoch { epoch: u64::MAX });
+    assert_eq!(manager.epoch(), u64::MAX);
+}
+
+#[test]
 fn what_holds_blocks_is_reported() {
     let manager = manager(4);
     let named = RequestOptions { request_id: Some("a"), ..PLAIN };
@@ -725,6 +765,10 @@ fn the_errors_read_well() {
         (
             KvError::TokenMismatch { token: 3 },
             "token 3 is not the one that the sequence was allocated with",
+        ),
+        (
+            KvError::LastEpoch { epoch: u64::MAX },
+            "the epoch is 18446744073709551615, and can not be raised",
         ),
         (KvError::NoStorage, "the cache has no storage: it keeps count of blocks alone"),
     ] {

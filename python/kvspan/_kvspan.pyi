@@ -368,6 +368,12 @@ class KvCacheManager:
     def prefix_caching(self) -> bool:
         """Whether sequences share what they have in common."""
     @property
+    def namespace(self) -> bytes | None:
+        """What keys and values depend on besides the tokens."""
+    @property
+    def epoch(self) -> int:
+        """The epoch of the sequences that are started now."""
+    @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
     def allocate(
@@ -492,6 +498,8 @@ class KvCacheManager:
         """Returns the slots of tokens of each sequence."""
     def num_cached_tokens(self, handles: Iterable[PagedKvCacheHandle]) -> npt.NDArray[np.int64]:
         """Returns how much of each sequence was cached."""
+    def advance_epoch(self) -> int:
+        """Raises the epoch, so that nothing older is found."""
     def reset_prefix_cache(self) -> None:
         """Makes everything that is cached impossible to find."""
     def stats(self) -> ManagerStats:

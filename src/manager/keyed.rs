@@ -40,7 +40,8 @@ impl<T: Element> KvCacheManager<T> {
     /// Returns `tokens` with the keys of their full blocks, for calls that would otherwise hash them
     /// each time.
     ///
-    /// The name and the lookahead do not matter here.
+    /// The name and the lookahead do not matter here. The keys are those of the
+    /// [epoch](Self::epoch) of now, whenever they are used.
     ///
     /// # Errors
     ///
@@ -65,7 +66,7 @@ impl<T: Element> KvCacheManager<T> {
     }
 
     pub(crate) fn chain(&self, tokens: Vec<u32>, options: &RequestOptions<'_>) -> Result<KeyChain> {
-        let mut chain = self.config.chain(options)?;
+        let mut chain = self.config.chain(options, self.epoch())?;
         chain.start(tokens);
         Ok(chain)
     }

@@ -6,6 +6,7 @@ mod keyed;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::config::BlockShape;
 use crate::dtype::{Element, Transfer};
@@ -50,7 +51,8 @@ pub struct KvCacheManagerConfig {
     pub duplicates: Duplicates,
     /// What keys and values depend on besides the tokens: the model, for example.
     pub namespace: Option<Vec<u8>>,
-    /// Raised to make everything older unreachable.
+    /// What the manager begins with, and [`advance_epoch`](KvCacheManager::advance_epoch) raises, to make
+    /// everything older unreachable.
     pub epoch: u64,
 }
 
@@ -73,12 +75,12 @@ impl Default for KvCacheManagerConfig {
 
 impl KvCacheManagerConfig {
     /// The chain of a sequence that is still empty.
-    fn chain(&self, options: &RequestOptions<'_>) -> Result<KeyChain> {
+    fn chain(&self, options: &RequestOptions<'_>, epoch: u64) -> Result<KeyChain> {
         let root = KeyRoot {
             namespace: self.namespace.as_deref(),
             cache_salt: options.cache_salt,
             lora_id: options.lora_id,
-            epoch: self.epoch,
+            epoch,
         };
         let mut chain = KeyChain::new(root.key()?, self.block_size)?;
         for (block_index, extra_keys) in options.extra_keys {
@@ -192,6 +194,7 @@ pub struct RequestOptions<'a> {
 /// ```
 pub struct KvCacheManager<T: Element = f32> {
     config: Arc<KvCacheManagerConfig>,
+    epoch: Arc<AtomicU64>,
     store: Arc<Store<T>>,
 }
 
@@ -231,7 +234,7 @@ impl<T: Element> KvCacheManager<T> {
             }
         }
         // Whatever no sequence could have a key of.
-        config.chain(&RequestOptions::default())?;
+        config.chain(&RequestOptions::default(), config.epoch)?;
         let shape = BlockShape { block_size, num_layers, num_kv_heads, head_dim: config.head_dim };
         let has_storage = config.storage == Storage::Owned;
         let store = Store::new(num_blocks, shape, config.duplicates, has_storage)?;
@@ -239,10 +242,11 @@ impl<T: Element> KvCacheManager<T> {
         if given > max {
             return Err(KvError::TooLarge { what: "the number of slots", given, max });
         }
-        Ok(Self { config: Arc::new(config), store: Arc::new(store) })
+        let epoch = Arc::new(AtomicU64::new(config.epoch));
+        Ok(Self { config: Arc::new(config), epoch, store: Arc::new(store) })
     }
 
-    /// Returns what the manager was made of.
+    /// Returns what the manager was made of. Its epoch is the first one.
     pub fn config(&self) -> &KvCacheManagerConfig {
         &self.config
     }
@@ -526,7 +530,50 @@ impl<T: Element> KvCacheManager<T> {
         handle.commit(&self.store, tokens)
     }
 
-    /// Makes everything that is cached impossible to find.
+    /// Returns the epoch of the sequences and keys that are made now.
+    pub fn epoch(&self) -> u64 {
+        self.epoch.load(Ordering::Acquire)
+    }
+
+    /// Raises the epoch by one, and returns it: what was computed before can not be found any more.
+    ///
+    /// This is what to call once the weights of the model have changed. Nothing has to stop for it:
+    /// sequences that live, and their forks, go on in the epoch in which they began, so that what they
+    /// commit later can not be found either. Only with a [`KeyChain`] that was made before can it, for
+    /// that belongs to its epoch as well: make a new one. Blocks of older epochs are reused when their
+    /// turn comes.
+    ///
+    /// All clones of the manager have one epoch.
+    ///
+    /// # Errors
+    ///
+    /// [`KvError::LastEpoch`] if there is no larger one.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use kvspan::{KvCacheManager, KvCacheManagerConfig, RequestOptions};
+    ///
+    /// let manager = KvCacheManager::new(KvCacheManagerConfig::default())?;
+    /// let options = RequestOptions::default();
+    /// let mut handle = manager.allocate(&[7; 40], &options)?;
+    /// manager.commit(&mut handle, &[7; 40])?;
+    /// assert_eq!(manager.probe(&[7; 40], &options)?, 32);
+    ///
+    /// assert_eq!(manager.advance_epoch()?, 1);
+    /// assert_eq!(manager.probe(&[7; 40], &options)?, 0);
+    /// # Ok::<(), kvspan::KvError>(())
+    /// ```
+    pub fn advance_epoch(&self) -> Result<u64> {
+        let next = |epoch: u64| epoch.checked_add(1);
+        match self.epoch.fetch_update(Ordering::AcqRel, Ordering::Acquire, next) {
+            Ok(last) => Ok(last + 1),
+            Err(epoch) => Err(KvError::LastEpoch { epoch }),
+        }
+    }
+
+    /// Makes everything that is cached impossible to find, while no sequence lives. See
+    /// [`advance_epoch`](Self::advance_epoch) for what can be called under load.
     ///
     /// # Errors
     ///
@@ -588,10 +635,11 @@ impl<T: Element> KvCacheManager<T> {
     }
 }
 
-/// Shares the blocks.
+/// Shares the blocks and the epoch.
 impl<T: Element> Clone for KvCacheManager<T> {
     fn clone(&self) -> Self {
-        Self { config: Arc::clone(&self.config), store: Arc::clone(&self.store) }
+        let (config, epoch) = (Arc::clone(&self.config), Arc::clone(&self.epoch));
+        Self { config, epoch, store: Arc::clone(&self.store) }
     }
 }
 
@@ -600,6 +648,7 @@ impl<T: Element> fmt::Debug for KvCacheManager<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("KvCacheManager")
             .field("config", &self.config)
+            .field("epoch", &self.epoch())
             .field("stats", &self.stats())
             .finish_non_exhaustive()
     }

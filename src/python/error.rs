@@ -72,6 +72,7 @@ fn to_python(error: &KvError, message: String) -> PyErr {
         | KvError::OutputTooShort { .. }
         | KvError::TooLarge { .. }
         | KvError::AlreadyKeyed { .. }
+        | KvError::LastEpoch { .. }
         | KvError::CountMismatch { .. }
         | KvError::DuplicateHandle { .. }
         | KvError::BlockSizeMismatch { .. } => InvalidInputError::new_err((message,)),

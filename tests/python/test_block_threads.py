@@ -245,6 +245,8 @@ MANAGER_USES = {
     "block_tables": lambda manager, handle: manager.block_tables([handle]),
     "slot_mappings": lambda manager, handle: manager.slot_mappings([handle], 0),
     "num_cached_tokens": lambda manager, handle: manager.num_cached_tokens([handle]),
+    "epoch": lambda manager, handle: manager.epoch,
+    "advance_epoch": lambda manager, handle: manager.advance_epoch(),
     "reset_prefix_cache": lambda manager, handle: manager.reset_prefix_cache(),
     "stats": lambda manager, handle: manager.stats(),
     "inspect": lambda manager, handle: manager.inspect(),
@@ -282,7 +284,7 @@ def members(one):
 
 def test_every_use_is_tried_in_a_child():
     shape = {"num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim", "dtype"}
-    shape |= {"has_storage", "prefix_caching", "nbytes"}
+    shape |= {"has_storage", "prefix_caching", "namespace", "nbytes"}
     # A plot is made of what inspect tells.
     assert members(kvspan.KvCacheManager) - {"plot"} == MANAGER_USES.keys() | shape
     assert members(kvspan.PagedKvCacheHandle) - SHAPE == PAGED_USES.keys()

@@ -145,6 +145,7 @@ SIGNATURES = {
     "KvCacheManager": "(num_blocks, *, block_size=16, num_layers=1, num_kv_heads=4, head_dim=64, "
     "dtype='float32', storage=True, prefix_caching=True, merge_duplicates=True, namespace=None, "
     "epoch=0)",
+    "KvCacheManager.advance_epoch": "(self, /)",
     "KvCacheManager.allocate": "(self, /, tokens, request_id=None, *, cache_salt=None, "
     "lora_id=None, extra_keys=None, lookahead=0)",
     "KvCacheManager.allocate_many": "(self, /, tokens, request_ids=None, *, cache_salts=None, "

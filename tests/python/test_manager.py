@@ -21,11 +21,17 @@ from blocks import (
     new_manager,
     numbers_in,
     read,
+    refused,
     right,
     rows_of,
     start,
 )
-from kvspan.errors import OutOfBlocksError, StaleHandleError, TokenMismatchError
+from kvspan.errors import (
+    InvalidInputError,
+    OutOfBlocksError,
+    StaleHandleError,
+    TokenMismatchError,
+)
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 
@@ -257,6 +263,30 @@ def test_keys_of_blocks_are_the_golden_ones(root, shape, tokens, options, keys, 
     found = {one.block: one.key for one in manager.inspect().blocks}
     assert [found[block] for block in blocks(handle)][: len(keys)] == [*map(bytes.fromhex, keys)]
     assert sum(key is not None for key in found.values()) == len(keys)
+
+
+def test_nothing_older_than_the_epoch_is_found_and_all_that_live_go_on():
+    manager = new_manager(12, namespace="llama", epoch=7)
+    assert (manager.namespace, manager.epoch) == (b"llama", 7)
+    start(manager, PROMPT).close()
+    old = manager.allocate(PROMPT)
+    assert old.num_cached_tokens == 8
+    assert manager.advance_epoch() == manager.epoch == 8
+    assert manager.probe(PROMPT) == 0
+    manager.extend(old, 2)
+    compute(manager, old, [*PROMPT, 1, 2], 8)
+    assert_holds(manager, old, [*PROMPT, 1, 2])
+    assert manager.probe([*PROMPT, 1, 2, 3]) == 0
+    new = start(manager, PROMPT)
+    assert new.num_cached_tokens == 0
+    assert manager.probe(PROMPT) == 8
+
+
+def test_last_epoch_is_not_followed_by_the_first():
+    manager = new_manager(1, epoch=2**64 - 1)
+    message = f"the epoch is {2**64 - 1}, and can not be raised"
+    error = refused(manager, InvalidInputError, manager.advance_epoch)
+    assert (str(error), manager.epoch, manager.namespace) == (message, 2**64 - 1, None)
 
 
 # Tokens

@@ -67,7 +67,7 @@ use crate::python::fork::{self, ProcessLocal};
 /// namespace : str or bytes, optional
 ///     What keys and values depend on besides the tokens: the model, for example.
 /// epoch : int, default 0
-///     Raised to make everything older unreachable.
+///     What to begin with. ``advance_epoch`` raises it, to make everything older unreachable.
 ///
 /// Raises
 /// ------
@@ -452,7 +452,20 @@ impl PyKvCacheManager {
         handle.0.get().handle.change(py, |handle| manager.commit(handle, &tokens.0))
     }
 
-    /// Makes everything that is cached impossible to find.
+    /// Raises the epoch by one, and returns it: what was computed before can not be found any more.
+    ///
+    /// To be called once the weights of the model have changed. Sequences that live, and their forks,
+    /// go on in the epoch in which they began, so that what they commit later can not be found either;
+    /// keys that were made before belong to their epoch as well. Blocks of older epochs are reused when
+    /// their turn comes.
+    ///
+    /// Raises InvalidInputError if the epoch is the largest number of 64 bits already.
+    fn advance_epoch(&self) -> PyResult<u64> {
+        Ok(self.core()?.advance_epoch()?)
+    }
+
+    /// Makes everything that is cached impossible to find, while no sequence lives. See
+    /// ``advance_epoch`` for what can be called under load.
     ///
     /// Raises BlocksInUseError if blocks are in use, or pinned by views.
     fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<()> {
@@ -555,6 +568,19 @@ impl PyKvCacheManager {
     #[getter]
     fn prefix_caching(&self) -> bool {
         self.config.prefix_caching
+    }
+
+    /// What keys and values depend on besides the tokens, as bytes: text as UTF-8. ``None`` if nothing
+    /// was said.
+    #[getter]
+    fn namespace(&self) -> Option<&[u8]> {
+        self.config.namespace.as_deref()
+    }
+
+    /// The epoch of the sequences that are started now.
+    #[getter]
+    fn epoch(&self) -> PyResult<u64> {
+        Ok(self.core()?.epoch())
     }
 
     /// Bytes of all blocks, the null block included; 0 without storage.

@@ -302,6 +302,14 @@ impl AnyKvCacheManager {
         })
     }
 
+    pub(super) fn epoch(&self) -> u64 {
+        each!(self, manager => manager.epoch())
+    }
+
+    pub(super) fn advance_epoch(&self) -> Result<u64> {
+        each!(self, manager => manager.advance_epoch())
+    }
+
     pub(super) fn reset_prefix_cache(&self) -> Result<()> {
         each!(self, manager => manager.reset_prefix_cache())
     }
