@@ -525,6 +525,44 @@ fn a_fork_copies_the_one_block_that_is_written() {
 }
 
 #[test]
+fn a_fork_leaves_the_blocks_of_a_lookahead_to_the_original() {
+    for lookahead in 1..=4 {
+        let manager = manager(3);
+        let mut handle =
+            manager.allocate(&[1, 2, 3, 4], &RequestOptions { lookahead, ..PLAIN }).unwrap();
+        compute(&manager, &mut handle, &[1, 2, 3, 4], 0);
+        let mut fork = manager.fork(&handle, None).unwrap();
+        assert_eq!((blocks(&handle).len(), blocks(&fork)), (2, blocks(&handle)[..1].to_vec()));
+
+        assert_eq!(manager.extend(&mut fork, 4), Ok(None));
+        assert_eq!(manager.stats().num_free, 0);
+        assert_eq!(manager.extend(&mut handle, lookahead), Ok(None));
+        for (number, one) in [(7.0, &mut handle), (8.0, &mut fork)] {
+            let numbers = vec![number; one.num_tokens() - 4];
+            write(&manager, one, 0, 4, &numbers).unwrap();
+            assert_eq!(read(&manager, one, 0)[4..], numbers);
+        }
+        assert_eq!(manager.stats().num_copies, 0);
+    }
+}
+
+#[test]
+fn a_fork_of_a_sequence_that_was_longer_has_zeros_behind_its_end() {
+    let manager = manager(6);
+    let mut handle = start(&manager, &[1, 2, 3, 4, 5, 6, 7, 8, 9]);
+    manager.truncate(&mut handle, 8).unwrap();
+    let mut fork = manager.fork(&handle, None).unwrap();
+    manager.truncate(&mut fork, 6).unwrap();
+    let mut forked = manager.fork(&fork, None).unwrap();
+    for one in [&mut fork, &mut forked] {
+        manager.extend(one, 5).unwrap();
+        let rows = read(&manager, one, 0);
+        assert_eq!((rows.len(), &rows[6..]), (11, &[0.0; 5][..]));
+    }
+    check(&manager, &handle, &[1, 2, 3, 4, 5, 6, 7, 8]);
+}
+
+#[test]
 fn without_storage_the_bookkeeping_says_what_to_copy() {
     let config = KvCacheManagerConfig { storage: Storage::Elsewhere, ..config(4) };
     let manager = KvCacheManager::new(config).unwrap();

@@ -401,7 +401,7 @@ class KvCacheManager:
     def truncate(self, handle: PagedKvCacheHandle, new_len: SupportsIndex) -> BlockCopy | None:
         """Makes `new_len` the length."""
     def fork(self, handle: PagedKvCacheHandle, request_id: str | None = None) -> PagedKvCacheHandle:
-        """Starts a sequence that shares all blocks of another one."""
+        """Starts a sequence that shares all tokens of another one."""
     def free(self, handle: PagedKvCacheHandle) -> None:
         """Gives the blocks of a sequence back."""
     def free_request(self, request_id: str) -> None:

@@ -123,16 +123,19 @@ impl<T: Element> PagedKvCacheHandle<T> {
     pub(crate) fn fork(&self, request_id: Option<&str>) -> Result<Self> {
         let entered = self.lease.enter()?;
         self.check_table(&entered)?;
-        let lease = self.lease.fork(self.table.num_blocks(), request_id, &entered)?;
+        // Without those of a lookahead, which the original was promised.
+        let mut table = self.table.clone();
+        table.truncate(table.sequence_length)?;
+        let lease = self.lease.fork(table.num_blocks(), request_id, &entered)?;
         let num_tokens = self.readable();
         let mut known = self.known.clone();
         known.cut(self.num_tokens, num_tokens);
         Ok(Self {
             lease,
-            table: self.table.clone(),
+            high_water: self.high_water.min(table.num_blocks() * table.block_size),
+            table,
             edited: self.edited,
             num_tokens,
-            high_water: self.high_water,
             known,
             num_cached_tokens: self.num_cached_tokens.min(num_tokens),
             num_committed_tokens: self.num_committed_tokens.min(num_tokens),

@@ -324,7 +324,8 @@ impl<T: Element> KvCacheManager<T> {
         handle.truncate(new_len)
     }
 
-    /// Starts a sequence that shares all blocks of another one.
+    /// Starts a sequence that shares all tokens of another one. Blocks of a
+    /// [lookahead](RequestOptions::lookahead) stay with that one.
     ///
     /// When one of the two writes to a block, that block alone is copied.
     ///

@@ -254,7 +254,8 @@ impl Books {
     pub(crate) fn fork(&mut self, at: usize, request_id: Option<&str>) -> Result<()> {
         self.check_request_id(request_id)?;
         let request_id = request_id.map(str::to_owned);
-        let fork = Sequence { request_id, ..self.sequences[at].clone() };
+        let mut fork = Sequence { request_id, ..self.sequences[at].clone() };
+        fork.blocks.truncate(fork.len().div_ceil(BLOCK_SIZE));
         self.hold(&fork.blocks);
         self.sequences.push(fork);
         Ok(())

@@ -219,6 +219,15 @@ def test_duplicates_are_merged_unless_told_otherwise():
             assert_holds(manager, handle, PROMPT[:8])
 
 
+def test_fork_leaves_the_blocks_of_a_lookahead_to_the_original():
+    manager = new_manager(2)
+    handle = manager.allocate(PROMPT[:4], lookahead=4)
+    fork = manager.fork(handle)
+    assert blocks(fork) == blocks(handle)[:1]
+    assert manager.extend(handle, 4) is None
+    refused(manager, OutOfBlocksError, manager.extend, fork)
+
+
 # Keys
 
 GOLDEN = [

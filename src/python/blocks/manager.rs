@@ -270,7 +270,7 @@ impl PyKvCacheManager {
         Ok(copy.map(PyBlockCopy::from))
     }
 
-    /// Starts a sequence that shares all blocks of another one.
+    /// Starts a sequence that shares all tokens of another one. Blocks of a lookahead stay with that one.
     ///
     /// When one of the two writes to a block, that block alone is copied.
     ///
