@@ -378,6 +378,7 @@ fn a_stale_handle_can_do_nothing() {
     refuses(&manager, || manager.truncate(&mut handle, 1), &stale);
     refuses(&manager, || manager.commit(&mut handle, &[]), &stale);
     refuses(&manager, || manager.fork(&handle, None), &stale);
+    refuses(&manager, || manager.prepare_write(&mut handle, 0, 1), &stale);
     refuses(&manager, || manager.view(&handle, 0, 0, 1), &stale);
     refuses(&manager, || handle.key_cache(0), &stale);
     refuses(&manager, || handle.clone_handle(), &stale);
@@ -580,6 +581,90 @@ fn without_storage_the_bookkeeping_says_what_to_copy() {
     assert!(handle.key_cache(0).unwrap().is_none());
     assert!(matches!(handle.key_cache(2), Err(KvError::LayerOutOfRange { .. })));
     assert_eq!((manager.stats().block_bytes, handle.stats().memory_bytes), (0, 0));
+}
+
+#[test]
+fn who_is_about_to_write_elsewhere_gets_slots_of_its_own() {
+    let elsewhere = KvCacheManagerConfig { storage: Storage::Elsewhere, ..config(4) };
+    let manager = KvCacheManager::<f32>::new(elsewhere).unwrap();
+    let mut handle = manager.allocate(&[1, 2, 3], &PLAIN).unwrap();
+    manager.extend(&mut handle, 3).unwrap();
+    // Both have the room that was made.
+    let mut fork = manager.fork(&handle, None).unwrap();
+    let slots = |handle: &PagedKvCacheHandle| handle.block_table().slot_mapping(3..6).unwrap();
+    assert_eq!(slots(&handle), slots(&fork));
+
+    let copies = manager.prepare_write(&mut fork, 3, 6).unwrap();
+    let replaced = copies.iter().map(|copy| (copy.block_index, copy.from.get()));
+    assert!(replaced.eq([0, 1].map(|index| (index, blocks(&handle)[index]))), "{copies:?}");
+    assert_eq!(blocks(&fork), [copies[0].to.get(), copies[1].to.get()]);
+    assert!(slots(&handle).iter().all(|slot| !slots(&fork).contains(slot)));
+    for one in [&mut fork, &mut handle] {
+        assert_eq!(manager.prepare_write(one, 0, 6), Ok(vec![]));
+    }
+
+    manager.commit(&mut handle, &[1, 2, 3, 4, 5, 6]).unwrap();
+    assert_eq!(manager.prepare_write(&mut handle, 2, 2), Ok(vec![]));
+    assert_eq!(
+        (manager.probe(&[1, 2, 3, 4, 5], &PLAIN), handle.num_committed_tokens()),
+        (Ok(4), 6)
+    );
+    assert_eq!(manager.prepare_write(&mut handle, 3, 4), Ok(vec![]));
+    assert_eq!(
+        (manager.probe(&[1, 2, 3, 4, 5], &PLAIN), handle.num_committed_tokens()),
+        (Ok(0), 0)
+    );
+
+    let inverted = KvError::InvertedRange { start: 2, end: 1 };
+    refuses(&manager, || manager.prepare_write(&mut handle, 2, 1), &inverted);
+    let outside = KvError::RangeOutOfBounds { start: 5, end: 7, len: 6 };
+    refuses(&manager, || manager.prepare_write(&mut handle, 5, 7), &outside);
+    let mut shared = manager.fork(&handle, None).unwrap();
+    let none = KvError::OutOfBlocks { needed: 2, free: 0, evictable: 0, pinned: 0 };
+    refuses(&manager, || manager.prepare_write(&mut shared, 0, 5), &none);
+}
+
+#[test]
+fn what_is_prepared_is_written_in_place() {
+    let manager = manager(6);
+    let tokens = [1, 2, 3, 4, 5, 6];
+    let mut handle = start(&manager, &tokens);
+    let fork = manager.fork(&handle, None).unwrap();
+    let view = manager.view(&handle, 1, 5, 6).unwrap();
+    let copies = manager.prepare_write(&mut handle, 4, 6).unwrap();
+    assert_eq!((copies.len(), copies[0].block_index, handle.num_committed_tokens()), (1, 1, 6));
+    check(&manager, &handle, &tokens);
+    let before = blocks(&handle);
+    write(&manager, &mut handle, 1, 4, &[8.0, 9.0]).unwrap();
+    assert_eq!(blocks(&handle), before);
+    check(&manager, &fork, &tokens);
+    assert_eq!(numbers_of(&view), [computed(&tokens, 1)]);
+}
+
+#[test]
+fn without_storage_no_copy_goes_unreported_when_a_table_is_edited() {
+    let elsewhere = KvCacheManagerConfig { storage: Storage::Elsewhere, ..config(8) };
+    let manager = KvCacheManager::<f32>::new(elsewhere).unwrap();
+    let mut handle = manager.allocate(&[1, 2, 3, 4, 5, 6, 7], &PLAIN).unwrap();
+    manager.commit(&mut handle, &[1, 2, 3, 4, 5, 6, 7]).unwrap();
+    let mut fork = manager.fork(&handle, None).unwrap();
+    let reason = "its new length needs a block to be copied, which without storage only extend and \
+                  truncate can report";
+    // The first cuts a committed block, and the second goes on in one that is not full.
+    for len in [3, 8] {
+        fork.block_table_mut().sequence_length = len;
+        let refused = KvError::InconsistentTable { reason };
+        refuses(&manager, || manager.extend(&mut fork, 0), &refused);
+        fork.block_table_mut().sequence_length = 7;
+        assert_eq!(manager.extend(&mut fork, 0), Ok(None));
+    }
+    // What nobody shares can be edited.
+    fork.block_table_mut().sequence_length = 4;
+    assert_eq!((manager.extend(&mut fork, 0), fork.num_tokens()), (Ok(None), 4));
+    handle.block_table_mut().sequence_length = 8;
+    assert_eq!((manager.extend(&mut handle, 0), handle.num_tokens()), (Ok(None), 8));
+    let copy = manager.truncate(&mut fork, 3).unwrap().expect("the block is shared");
+    assert_eq!(blocks(&fork), [copy.to.get()]);
 }
 
 #[test]

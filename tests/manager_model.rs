@@ -64,6 +64,11 @@ enum Op {
         position: Index,
         sequences: u8,
     },
+    PrepareWrite {
+        sequence: Index,
+        start: Index,
+        count: usize,
+    },
     /// Commits some tokens: those that are known, and then others. Perhaps one of them is wrong.
     Commit {
         sequence: Index,
@@ -121,6 +126,9 @@ fn any_op() -> impl Strategy<Value = Op> {
         ),
         3 => (layer(), index(), any::<u8>()).prop_map(
             |(layer, position, sequences)| Op::WriteMany { layer, position, sequences }
+        ),
+        3 => (index(), index(), 0_usize..7).prop_map(
+            |(sequence, start, count)| Op::PrepareWrite { sequence, start, count }
         ),
         6 => (index(), 0_usize..9, others, option::weighted(0.1, index())).prop_map(
             |(sequence, count, others, wrong)| Op::Commit { sequence, count, others, wrong }
@@ -222,6 +230,15 @@ impl World {
                     self.write_many(layer, position, sequences);
                 }
             }
+            Op::PrepareWrite { sequence, start, count } => {
+                let Some(at) = self.at(sequence) else { return };
+                let start = start.index(self.books.sequences[at].len() + 1);
+                let range = start..start + count;
+                let found = self.manager.prepare_write(&mut self.handles[at], start, range.end);
+                let found =
+                    found.map(|copies| copies.into_iter().filter_map(|one| copy(Some(one))));
+                assert_eq!(found.map(Vec::from_iter), self.books.prepare_write(at, range));
+            }
             Op::Commit { sequence, count, others, wrong } => {
                 let Some(at) = self.at(sequence) else { return };
                 let sequence = &self.books.sequences[at];
@@ -302,10 +319,8 @@ impl World {
                 let expected = if len > capacity {
                     let reason = "it has more tokens than its blocks can hold";
                     Err(KvError::InconsistentTable { reason })
-                } else if len < before {
-                    self.books.truncate(at, len).map(|_| None)
                 } else {
-                    self.books.extend(at, len - before).map(|_| None)
+                    self.books.edit_length(at, len, self.has_storage()).map(|()| None)
                 };
                 if expected.is_err() {
                     self.handles[at].block_table_mut().sequence_length = before;

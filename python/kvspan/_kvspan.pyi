@@ -424,6 +424,10 @@ class KvCacheManager:
         values: _Memory,
     ) -> None:
         """Writes one token of each of many sequences in one layer."""
+    def prepare_write(
+        self, handle: PagedKvCacheHandle, start: SupportsIndex, end: SupportsIndex
+    ) -> list[BlockCopy]:
+        """Makes the blocks of tokens the sequence's own."""
     def view(
         self,
         handle: PagedKvCacheHandle,

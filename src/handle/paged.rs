@@ -18,7 +18,7 @@ use crate::error::{KvError, Result};
 use crate::ids::share;
 use crate::layer::KVSpan;
 use crate::memory::{BlockRows, BlockSlots, Source, Target};
-use crate::store::{BlockCopy, Entered, Lease, PinnedBlocks, Store};
+use crate::store::{BlockCopy, Copies, Entered, Lease, PinnedBlocks, Store};
 
 pub(crate) use batch::{NewSequence, check_count, in_batch};
 pub(crate) use known::Known;
@@ -27,6 +27,11 @@ pub(crate) use known::Known;
 ///
 /// The manager is what reads and writes it. Whoever has `&mut` on it is alone with the sequence; the
 /// blocks themselves may have other owners, and what one writes the others do not see.
+///
+/// To change the length of its table makes the sequence as long, at the next use. If a block has to be
+/// copied for that, then without storage the table is [`KvError::InconsistentTable`], since nobody
+/// would learn of the copy; [`extend`](crate::KvCacheManager::extend) and
+/// [`truncate`](crate::KvCacheManager::truncate) return it.
 ///
 /// Dropping the handle frees the sequence.
 #[derive(Debug)]
@@ -96,10 +101,10 @@ impl<T: Element> PagedKvCacheHandle<T> {
 
     pub(crate) fn truncate(&mut self, new_len: usize) -> Result<Option<BlockCopy>> {
         self.sync()?;
-        self.truncate_synced(new_len)
+        self.truncate_synced(new_len, Copies::Made)
     }
 
-    fn truncate_synced(&mut self, new_len: usize) -> Result<Option<BlockCopy>> {
+    fn truncate_synced(&mut self, new_len: usize, copies: Copies) -> Result<Option<BlockCopy>> {
         let (len, block_size) = (self.num_tokens, self.table.block_size);
         let entered = self.lease.enter()?;
         if new_len > len {
@@ -107,7 +112,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
         }
         let num_blocks = BlockTable::blocks_needed_for_length(new_len, block_size);
         let cut = new_len < len && !new_len.is_multiple_of(block_size);
-        let copy = self.lease.shrink(num_blocks, cut, &entered)?;
+        let copy = self.lease.shrink(num_blocks, cut, copies, &entered)?;
         self.table.truncate(new_len)?;
         if let Some(copy) = copy {
             self.table.adopt_at(copy.block_index, copy.to);
@@ -156,10 +161,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
         let entered = self.lease.enter()?;
         let tokens = self.check_write(layer, position, keys.len(), values.len())?;
         check_numbers(self.lease.store(), &keys, &values)?;
-        let wanted = self.lease.wants(&self.table.physical_blocks, layer, tokens.clone());
-        for (_, copy) in self.lease.store().prepare(wanted)?.copies {
-            self.table.adopt_at(copy.block_index, copy.to);
-        }
+        own_blocks(&self.lease, &mut self.table, Some(layer), tokens.clone(), &entered)?;
         let rows = self.lease.store().rows()?;
         write_rows(rows, &self.table, layer, tokens, keys, values)?;
         drop(entered);
@@ -167,6 +169,25 @@ impl<T: Element> PagedKvCacheHandle<T> {
             self.note_write(position);
         }
         Ok(())
+    }
+
+    /// Gives the sequence blocks of its own for `tokens`, which somebody else is about to write.
+    pub(crate) fn prepare_write(&mut self, tokens: Range<usize>) -> Result<Vec<BlockCopy>> {
+        self.sync()?;
+        let entered = self.lease.enter()?;
+        let (Range { start, end }, len) = (tokens.clone(), self.num_tokens);
+        if start > end {
+            return Err(KvError::InvertedRange { start, end });
+        }
+        if end > len {
+            return Err(KvError::RangeOutOfBounds { start, end, len });
+        }
+        let copies = own_blocks(&self.lease, &mut self.table, None, tokens, &entered)?;
+        drop(entered);
+        if start < end {
+            self.note_write(start);
+        }
+        Ok(copies)
     }
 
     /// Writes one token of each sequence; all of them belong to `store`.
@@ -195,7 +216,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
         check_numbers(store, &keys, &values)?;
         let entered = parts.iter().map(|(lease, ..)| lease.enter()).collect::<Result<Vec<_>>>()?;
         let wanted = parts.iter().flat_map(|(lease, table, tokens)| {
-            lease.wants(&table.physical_blocks, layer, tokens.clone())
+            lease.wants(&table.physical_blocks, Some(layer), tokens.clone())
         });
         // Both are in the order of the sequences.
         let mut copies = store.prepare(wanted)?.copies.into_iter().peekable();
@@ -380,11 +401,14 @@ impl<T: Element> PagedKvCacheHandle<T> {
         known.extend_sequence(self.num_tokens)?;
         let edited = std::mem::replace(&mut self.table, known);
         let (len, wanted) = (self.num_tokens, edited.sequence_length);
+        let store = Arc::clone(self.lease.store());
+        let copies = if store.has_rows() { Copies::Made } else { Copies::Refused };
         let result = if wanted < len {
-            self.truncate_synced(wanted).map(|_| ())
+            self.truncate_synced(wanted, copies).map(|_| ())
         } else {
-            let store = Arc::clone(self.lease.store());
-            Self::extend_synced(&store, &mut [&mut *self], &[0], |_| wanted - len).map(|_| ())
+            let extended =
+                Self::extend_synced(&store, &mut [&mut *self], &[0], copies, |_| wanted - len);
+            extended.map(|_| ())
         };
         match result {
             Ok(()) => self.edited = false,
@@ -401,6 +425,23 @@ impl<T: Element> PagedKvCacheHandle<T> {
     fn touch(&self) {
         *self.last_access.lock() = Instant::now();
     }
+}
+
+/// Gives a sequence blocks of its own for `tokens`, in all layers if `layer` is `None`; returns those
+/// that it had to copy.
+fn own_blocks<T: Element>(
+    lease: &Lease<T>,
+    table: &mut BlockTable,
+    layer: Option<usize>,
+    tokens: Range<usize>,
+    _entered: &Entered<'_>,
+) -> Result<Vec<BlockCopy>> {
+    let grant = lease.store().prepare(lease.wants(&table.physical_blocks, layer, tokens))?;
+    let copies = grant.copies.into_iter().map(|(_, copy)| copy).collect::<Vec<_>>();
+    for copy in &copies {
+        table.adopt_at(copy.block_index, copy.to);
+    }
+    Ok(copies)
 }
 
 /// Writes to blocks that are the sequence's own by now.

@@ -98,7 +98,8 @@ pub enum Storage {
     #[default]
     Owned,
     /// Somewhere else: the manager keeps count of blocks alone, and what would read or write content
-    /// is [`KvError::NoStorage`].
+    /// is [`KvError::NoStorage`]. Before it is written there,
+    /// [`prepare_write`](KvCacheManager::prepare_write) says what to copy.
     Elsewhere,
 }
 
@@ -451,6 +452,48 @@ impl<T: Element> KvCacheManager<T> {
     ) -> Result<()> {
         handles.iter().try_for_each(|handle| self.check(handle))?;
         PagedKvCacheHandle::write_many(&self.store, layer, handles, positions, keys, values)
+    }
+
+    /// Makes the blocks of the tokens `start..end` the sequence's own, as [`write`](Self::write) does
+    /// first, and returns those that were copied for that.
+    ///
+    /// Whoever keeps the content [elsewhere](Storage::Elsewhere) calls this before each write to slots
+    /// of the sequence, and makes the copies: other sequences have the same slots after a
+    /// [`fork`](Self::fork), even those that were made room for before it, and what is committed must
+    /// not change. As with a write, a committed block can not be found any more, and what follows it
+    /// has to be committed again. It holds until the sequence is forked or those tokens are committed.
+    ///
+    /// # Errors
+    ///
+    /// [`KvError::InvertedRange`]; [`KvError::RangeOutOfBounds`] past the length;
+    /// [`KvError::OutOfBlocks`] if there are too few for the copies.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use kvspan::{KvCacheManager, KvCacheManagerConfig, RequestOptions, Storage};
+    ///
+    /// let config = KvCacheManagerConfig { storage: Storage::Elsewhere, ..Default::default() };
+    /// let manager = KvCacheManager::<f32>::new(config)?;
+    /// let mut handle = manager.allocate(&[1, 2, 3], &RequestOptions::default())?;
+    /// manager.extend(&mut handle, 1)?;
+    /// let mut fork = manager.fork(&handle, None)?;
+    ///
+    /// for copy in manager.prepare_write(&mut fork, 3, 4)? {
+    ///     println!("copy block {} to block {}", copy.from, copy.to);
+    /// }
+    /// assert_ne!(handle.block_table().slot(3)?, fork.block_table().slot(3)?);
+    /// # use kvspan::KvCacheHandle;
+    /// # Ok::<(), kvspan::KvError>(())
+    /// ```
+    pub fn prepare_write(
+        &self,
+        handle: &mut PagedKvCacheHandle<T>,
+        start: usize,
+        end: usize,
+    ) -> Result<Vec<BlockCopy>> {
+        self.check(handle)?;
+        handle.prepare_write(start..end)
     }
 
     /// Borrows the tokens `start..end` of one layer where they lie, for as long as the result lives.

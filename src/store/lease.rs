@@ -5,9 +5,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::Store;
 use super::report::BlockCopy;
 use super::state::{Grant, cache_id, stale};
+use super::{Copies, Store};
 use crate::block::pieces;
 use crate::dtype::Element;
 use crate::error::{KvError, Result};
@@ -180,14 +180,15 @@ impl<T: Element> Lease<T> {
         Ok(self.store.state.lock().all_blocks(self.id())?.starts_with(blocks))
     }
 
-    /// What it takes to change `tokens` in one layer, of a sequence that has these `blocks`.
+    /// What it takes to change `tokens`, in all layers if `layer` is `None`, of a sequence that has these
+    /// `blocks`.
     pub(crate) fn wants(
         &self,
         blocks: &[BlockId],
-        layer: usize,
+        layer: Option<usize>,
         tokens: Range<usize>,
     ) -> impl Iterator<Item = Want> {
-        wants(self.id(), blocks, self.store.shape.block_size, Some(layer), tokens)
+        wants(self.id(), blocks, self.store.shape.block_size, layer, tokens)
     }
 
     /// What it takes to have room for `tokens` more, of a sequence that has these `blocks`, and whose
@@ -214,9 +215,10 @@ impl<T: Element> Lease<T> {
         &self,
         num_blocks: usize,
         cut: bool,
+        copies: Copies,
         _entered: &Entered<'_>,
     ) -> Result<Option<BlockCopy>> {
-        let grant = self.store.state.lock().shrink(self.id(), num_blocks, cut)?;
+        let grant = self.store.state.lock().shrink(self.id(), num_blocks, cut, copies)?;
         self.store.complete(&grant)?;
         Ok(grant.copies.first().map(|&(_, copy)| copy))
     }

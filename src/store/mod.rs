@@ -59,6 +59,25 @@ pub(crate) struct Commit<'a> {
     pub(crate) keys: &'a [BlockKey],
 }
 
+/// What becomes of a call that needs blocks to be copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Copies {
+    Made,
+    /// It fails, since nobody who has the bytes would learn of them.
+    Refused,
+}
+
+impl Copies {
+    fn check(self, any: bool) -> Result<()> {
+        if any && self == Self::Refused {
+            let reason = "its new length needs a block to be copied, which without storage only \
+                          extend and truncate can report";
+            return Err(KvError::InconsistentTable { reason });
+        }
+        Ok(())
+    }
+}
+
 /// A look at the bookkeeping.
 #[derive(Debug)]
 pub(crate) struct Look<'a, T> {
@@ -197,9 +216,10 @@ impl<T: Element> Store<T> {
     pub(crate) fn grow<'a>(
         &self,
         growths: impl Iterator<Item = Growth<'a>> + Clone,
+        copies: Copies,
     ) -> Result<Grant> {
         let is_pinned = |block, want: &Want| self.is_pinned(block, want);
-        let grant = self.state.lock().grow(growths.clone(), is_pinned)?;
+        let grant = self.state.lock().grow(growths.clone(), copies, is_pinned)?;
         self.complete(&grant)?;
         if let Some(rows) = &self.rows {
             // What was truncated must not come back.

@@ -8,7 +8,7 @@ use super::lease::{Fence, Growth, Want};
 use super::report::{
     BlockCopy, BlockPicture, Inspection, LeakReport, ManagerStats, SequenceReport,
 };
-use super::{Commit, Opening};
+use super::{Commit, Copies, Opening};
 use crate::error::{KvError, Result};
 use crate::ids::{BlockId, lengthen};
 use crate::prefix::PrefixCache;
@@ -203,6 +203,7 @@ impl State {
     pub(super) fn grow<'a>(
         &mut self,
         growths: impl Iterator<Item = Growth<'a>>,
+        copies: Copies,
         is_pinned: impl Fn(BlockId, &Want) -> bool,
     ) -> Result<Grant> {
         let mut plan = Plan::default();
@@ -215,6 +216,7 @@ impl State {
                 plan.needs.push(Need::New { id, num_blocks });
             }
         }
+        copies.check(!plan.leaving.is_empty())?;
         self.carry_out(plan)
     }
 
@@ -305,7 +307,13 @@ impl State {
 
     /// Takes the blocks from `num_blocks` on back. If the last one of the rest is `cut`, and its
     /// content has a name, then it loses that, or is replaced by a copy.
-    pub(super) fn shrink(&mut self, id: u64, num_blocks: usize, cut: bool) -> Result<Grant> {
+    pub(super) fn shrink(
+        &mut self,
+        id: u64,
+        num_blocks: usize,
+        cut: bool,
+        copies: Copies,
+    ) -> Result<Grant> {
         let blocks = &self.sequence(id)?.blocks;
         let tail = blocks[num_blocks..].to_vec();
         let last = if cut { blocks[..num_blocks].last().copied() } else { None };
@@ -313,6 +321,7 @@ impl State {
         let (mut replaced, mut renamed) = (None, None);
         if let Some(last) = last.filter(|&last| pool.is_kept(last) == Ok(true)) {
             if pool.reference_count(last)? > 1 {
+                copies.check(true)?;
                 replaced = Some(last);
                 let comes_free = |&block: &BlockId| {
                     pool.reference_count(block) == Ok(1) && pool.pin_count(block) == Ok(0)
@@ -331,10 +340,10 @@ impl State {
         }
         let (mut new, mut grant) = (Vec::new(), Grant::default());
         self.cache.acquire(&[], usize::from(replaced.is_some()), &mut new)?;
-        let copies = replaced.into_iter().zip(new);
         let block_index = num_blocks.saturating_sub(1);
-        let copies = copies.map(|(from, to)| BlockCopy { block_index, from, to });
-        self.replace(id, copies, &mut grant)?;
+        let made = replaced.into_iter().zip(new);
+        let made = made.map(|(from, to)| BlockCopy { block_index, from, to });
+        self.replace(id, made, &mut grant)?;
         Ok(grant)
     }
 

@@ -26,7 +26,7 @@ pub(crate) struct Name {
     pub(crate) extra_keys: Vec<Keys>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Block {
     pub(crate) holders: usize,
     pub(crate) pins: usize,
@@ -46,7 +46,7 @@ pub(crate) struct Sequence {
     pub(crate) committed: usize,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct View {
     pub(crate) layer: usize,
     pub(crate) pieces: Vec<(usize, Range<usize>)>,
@@ -59,7 +59,7 @@ pub(crate) type Copy = (usize, usize, usize);
 /// A place that is about to change: sequence, index of the block, layers, slots.
 type Want = (usize, usize, Range<usize>, Range<usize>);
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Books {
     pub(crate) duplicates: Duplicates,
     pub(crate) prefix_caching: bool,
@@ -93,6 +93,12 @@ impl Sequence {
         let extra_keys = |index| self.extra_keys.get(&index).cloned().unwrap_or_default();
         let tokens = self.name.tokens[..(index + 1) * BLOCK_SIZE].to_vec();
         Name { tokens, extra_keys: (0..=index).map(extra_keys).collect(), ..self.name }
+    }
+
+    fn note_write(&mut self, start: usize) {
+        if start / BLOCK_SIZE < self.committed / BLOCK_SIZE {
+            self.committed = start / BLOCK_SIZE * BLOCK_SIZE;
+        }
     }
 
     fn resize(&mut self, len: usize) {
@@ -283,22 +289,33 @@ impl Books {
     pub(crate) fn write(&mut self, layer: usize, writes: &[(usize, usize, &[f32])]) -> Result<()> {
         let mut wants = Vec::new();
         for &(at, start, numbers) in writes {
-            let (end, len) = (start + numbers.len(), self.sequences[at].len());
-            if end > len {
-                return Err(KvError::RangeOutOfBounds { start, end, len });
-            }
-            let pieces = pieces(start..end).into_iter();
-            wants.extend(pieces.map(|(index, slots)| (at, index, layer..layer + 1, slots)));
+            wants.extend(self.wants(at, layer..layer + 1, start..start + numbers.len())?);
         }
         self.prepare(wants, 0)?;
         for &(at, start, numbers) in writes.iter().filter(|(.., numbers)| !numbers.is_empty()) {
             let sequence = &mut self.sequences[at];
             sequence.rows[layer][start..start + numbers.len()].copy_from_slice(numbers);
-            if start / BLOCK_SIZE < sequence.committed / BLOCK_SIZE {
-                sequence.committed = start / BLOCK_SIZE * BLOCK_SIZE;
-            }
+            sequence.note_write(start);
         }
         Ok(())
+    }
+
+    pub(crate) fn prepare_write(&mut self, at: usize, range: Range<usize>) -> Result<Vec<Copy>> {
+        let wants = self.wants(at, 0..NUM_LAYERS, range.clone())?;
+        let (copies, _) = self.prepare(wants, 0)?;
+        if !range.is_empty() {
+            self.sequences[at].note_write(range.start);
+        }
+        Ok(copies)
+    }
+
+    fn wants(&self, at: usize, layers: Range<usize>, range: Range<usize>) -> Result<Vec<Want>> {
+        let (Range { start, end }, len) = (range.clone(), self.sequences[at].len());
+        if end > len {
+            return Err(KvError::RangeOutOfBounds { start, end, len });
+        }
+        let pieces = pieces(range).into_iter();
+        Ok(pieces.map(|(index, slots)| (at, index, layers.clone(), slots)).collect())
     }
 
     /// Who is to change rows that others see gets a block of its own; and there are new ones as well.
@@ -388,6 +405,20 @@ impl Books {
             }
             (None, None) => Ok(None),
         }
+    }
+
+    /// Makes a sequence as long as a table says, which has the blocks for it.
+    pub(crate) fn edit_length(&mut self, at: usize, len: usize, has_storage: bool) -> Result<()> {
+        let (before, old_len) = (self.clone(), self.sequences[at].len());
+        let copied =
+            if len < old_len { self.truncate(at, len) } else { self.extend(at, len - old_len) };
+        if !has_storage && copied != Ok(None) {
+            *self = before;
+            let reason = "its new length needs a block to be copied, which without storage only \
+                          extend and truncate can report";
+            return Err(KvError::InconsistentTable { reason });
+        }
+        copied.map(|_| ())
     }
 
     pub(crate) fn commit(&mut self, at: usize, tokens: &[u32]) -> Result<()> {

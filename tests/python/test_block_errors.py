@@ -334,6 +334,7 @@ USES = {
     "free": lambda manager, handle: manager.free(handle),
     "write": lambda manager, handle: manager.write(handle, 0, 0, *rows_of([1])),
     "write_many": lambda manager, handle: manager.write_many(0, [handle], [0], *rows_of([1])),
+    "prepare_write": lambda manager, handle: manager.prepare_write(handle, 0, 1),
     "view": lambda manager, handle: manager.view(handle, 0),
     "read_range": lambda manager, handle: manager.read_range(handle, 0),
     "read_range_into": lambda manager, handle: manager.read_range_into(

@@ -233,6 +233,7 @@ MANAGER_USES = {
     "free_request": lambda manager, handle: manager.free_request("chat"),
     "write": lambda manager, handle: manager.write(handle, 0, 0, ROOM, ROOM),
     "write_many": lambda manager, handle: manager.write_many(0, [handle], [0], ROOM, ROOM),
+    "prepare_write": lambda manager, handle: manager.prepare_write(handle, 0, 1),
     "view": lambda manager, handle: manager.view(handle, 0),
     "read_range": lambda manager, handle: manager.read_range(handle, 0),
     "read_range_into": lambda manager, handle: manager.read_range_into(handle, 0, 0, 1, ROOM, ROOM),

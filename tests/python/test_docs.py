@@ -165,6 +165,7 @@ SIGNATURES = {
     "KvCacheManager.leak_report": "(self, /)",
     "KvCacheManager.num_cached_tokens": "(self, /, handles)",
     "KvCacheManager.plot": "(self, /, ax=None)",
+    "KvCacheManager.prepare_write": "(self, /, handle, start, end)",
     "KvCacheManager.probe": "(self, /, tokens, *, cache_salt=None, lora_id=None, extra_keys=None)",
     "KvCacheManager.read_range": "(self, /, handle, layer, start=0, end=None)",
     "KvCacheManager.read_range_into": "(self, /, handle, layer, start, end, keys_out, values_out)",

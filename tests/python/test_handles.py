@@ -354,6 +354,19 @@ def test_a_table_for_which_there_are_no_blocks_is_refused():
     del other
 
 
+def test_without_storage_a_table_for_which_a_block_is_copied_is_refused():
+    manager = new_manager(8, storage=False)
+    handle = start(manager, PROMPT[:7])
+    fork = manager.fork(handle)
+    before = manager.inspect(), fork.block_table
+    for table in [BlockTable(4, [1], 3), BlockTable(4, [1, 2], 8)]:
+        with pytest.raises(InconsistentTableError, match="needs a block to be copied"):
+            fork.block_table = table
+        assert (manager.inspect(), fork.block_table) == before
+    fork.block_table = BlockTable(4, [1], 4)
+    assert fork.num_tokens == 4
+
+
 def test_a_table_of_a_handle_is_a_copy():
     handle = new_paged()
     handle.block_table.truncate(0)

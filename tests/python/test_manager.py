@@ -29,6 +29,7 @@ from blocks import (
 from kvspan.errors import (
     InvalidInputError,
     OutOfBlocksError,
+    OutOfRangeError,
     StaleHandleError,
     TokenMismatchError,
 )
@@ -226,6 +227,21 @@ def test_fork_leaves_the_blocks_of_a_lookahead_to_the_original():
     assert blocks(fork) == blocks(handle)[:1]
     assert manager.extend(handle, 4) is None
     refused(manager, OutOfBlocksError, manager.extend, fork)
+
+
+@pytest.mark.parametrize("storage", [False, True])
+def test_who_is_about_to_write_elsewhere_gets_slots_of_its_own(storage):
+    manager = new_manager(8, storage=storage)
+    handle = manager.allocate(PROMPT[:3])
+    manager.extend(handle, 3)
+    fork = manager.fork(handle)
+    assert blocks(fork) == blocks(handle)
+    copies = manager.prepare_write(fork, 3, 6)
+    assert [(copy.block_index, copy.source) for copy in copies] == [*enumerate(blocks(handle))]
+    assert [copy.target for copy in copies] == blocks(fork)
+    assert manager.prepare_write(fork, 0, 6) == manager.prepare_write(handle, 0, 6) == []
+    refused(manager, OutOfRangeError, manager.prepare_write, fork, 5, 7)
+    refused(manager, OutOfRangeError, manager.prepare_write, fork, 2, 1)
 
 
 # Keys

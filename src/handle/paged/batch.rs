@@ -10,7 +10,7 @@ use super::{Known, PagedKvCacheHandle};
 use crate::block::BlockTable;
 use crate::dtype::Element;
 use crate::error::{KvError, Result};
-use crate::store::{BlockCopy, Commit, Growth, Look, Opening, Store, close_many};
+use crate::store::{BlockCopy, Commit, Copies, Growth, Look, Opening, Store, close_many};
 
 /// A sequence to start.
 #[derive(Debug)]
@@ -123,7 +123,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
             handles[index].check_store(store)?;
             handles[index].sync().map_err(|error| in_batch(index, error))?;
         }
-        Self::extend_synced(store, handles, some, additional)
+        Self::extend_synced(store, handles, some, Copies::Made, additional)
     }
 
     /// Makes some of the sequences longer, in whatever way it takes.
@@ -131,11 +131,12 @@ impl<T: Element> PagedKvCacheHandle<T> {
         store: &Store<T>,
         handles: &mut [&mut Self],
         some: &[usize],
+        copies: Copies,
         additional: impl Fn(usize) -> usize,
     ) -> Result<Vec<(usize, BlockCopy)>> {
         let growths = some.iter().map(|&index| handles[index].growth(additional(index)));
         let entered = growths.clone().map(|growth| growth.enter()).collect::<Result<Vec<_>>>()?;
-        let grant = store.grow(growths)?;
+        let grant = store.grow(growths, copies)?;
         drop(entered);
         // Both are in the order of the sequences.
         let (mut new, mut copies) = (&*grant.new, grant.copies.into_iter().peekable());

@@ -59,7 +59,8 @@ use crate::python::fork::{self, ProcessLocal};
 ///     token; see ``LayerKvCache``.
 /// storage : bool, default True
 ///     Whether there is memory for keys and values. Without it the manager keeps count of blocks
-///     alone, and what would read or write content raises NoStorageError.
+///     alone, and what would read or write content raises NoStorageError; ``prepare_write`` says what
+///     to copy before content is written elsewhere.
 /// prefix_caching : bool, default True
 ///     Whether sequences share what they have in common.
 /// merge_duplicates : bool, default True
@@ -357,6 +358,32 @@ impl PyKvCacheManager {
         handles.change(py, |handles| {
             manager.write_many_from(layer.0, handles, &positions, keys, values)
         })
+    }
+
+    /// Makes the blocks of the tokens `start` to `end` the sequence's own, as ``write`` does first, and
+    /// returns those that were copied for that.
+    ///
+    /// Whoever keeps the content elsewhere (``storage=False``) calls this before each write to slots of
+    /// the sequence, and makes the copies: other sequences have the same slots after a ``fork``, even
+    /// those that were made room for before it. As with ``write``, what was committed from the first
+    /// such block on has to be committed again. It holds until the sequence is forked or those tokens
+    /// are committed.
+    ///
+    /// Raises OutOfRangeError past the length, and OutOfBlocksError if there are too few blocks.
+    fn prepare_write(
+        &self,
+        py: Python<'_>,
+        handle: Given<'_>,
+        start: NumTokens,
+        end: NumTokens,
+    ) -> PyResult<Vec<PyBlockCopy>> {
+        let manager = self.core()?;
+        let copies = handle
+            .0
+            .get()
+            .handle
+            .change(py, |handle| manager.prepare_write(handle, start.0, end.0))?;
+        Ok(copies.into_iter().map(PyBlockCopy::from).collect())
     }
 
     /// Returns a view of the tokens `start` to `end` of one layer, by default all; see ``PagedSpan``.

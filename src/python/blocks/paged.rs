@@ -164,8 +164,8 @@ impl PyPagedKvCacheHandle {
     /// Which blocks the sequence has: a copy of its ``BlockTable``.
     ///
     /// Assigning one makes the sequence as long as it says; it must name the blocks that the sequence
-    /// has, from the first on. Raises InconsistentTableError if not, and what ``extend`` and
-    /// ``truncate`` raise; nothing has changed then.
+    /// has, from the first on. Raises InconsistentTableError if not, or if without storage a block
+    /// would have to be copied, and what ``extend`` and ``truncate`` raise; nothing has changed then.
     #[getter]
     fn block_table(&self, py: Python<'_>) -> PyResult<PyBlockTable> {
         self.handle.read(py, |handle| Ok(handle.block_table().clone())).map(PyBlockTable::new)

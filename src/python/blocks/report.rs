@@ -21,8 +21,9 @@ macro_rules! represent {
 
 /// A block that was replaced by a copy, because others need what it holds.
 ///
-/// ``KvCacheManager.extend`` and ``truncate`` return it. A manager with storage has copied the bytes
-/// already; whoever keeps the bytes elsewhere must copy them before the next call that takes blocks.
+/// ``KvCacheManager.extend``, ``truncate`` and ``prepare_write`` return it. A manager with storage has
+/// copied the bytes already; whoever keeps the bytes elsewhere must copy them before the next call
+/// that takes blocks.
 ///
 /// Examples
 /// --------

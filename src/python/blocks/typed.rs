@@ -209,6 +209,15 @@ impl AnyKvCacheManager {
         })
     }
 
+    pub(super) fn prepare_write(
+        &self,
+        handle: &mut AnyPagedHandle,
+        start: usize,
+        end: usize,
+    ) -> Result<Vec<BlockCopy>> {
+        own!((self, handle) as (manager, handle) => manager.prepare_write(handle, start, end))
+    }
+
     pub(super) fn view(
         &self,
         handle: &AnyPagedHandle,
