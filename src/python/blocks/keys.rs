@@ -18,7 +18,8 @@ use crate::python::error::InvalidInputError;
 ///
 /// Made by ``KvCacheManager.keys``, for calls that would otherwise hash the tokens each time:
 /// ``probe``, ``allocate`` and ``allocate_many`` take it in place of tokens. Equal beginnings have equal
-/// keys, if they have the same namespace, epoch, salt, adapter and extra keys. It never changes.
+/// keys, if they have the same namespace, epoch, salt, adapter and extra keys. It never changes, and
+/// belongs to the epoch in which it was made.
 ///
 /// Examples
 /// --------

@@ -483,7 +483,7 @@ impl PyKvCacheManager {
     ///
     /// To be called once the weights of the model have changed. Sequences that live, and their forks,
     /// go on in the epoch in which they began, so that what they commit later can not be found either;
-    /// keys that were made before belong to their epoch as well. Blocks of older epochs are reused when
+    /// a ``KeyChain`` that was made before belongs to its epoch as well. Blocks of older epochs are reused when
     /// their turn comes.
     ///
     /// Raises InvalidInputError if the epoch is the largest number of 64 bits already.
