@@ -360,6 +360,64 @@ pub enum KvError {
     #[error("the cache has no storage: it keeps count of blocks alone")]
     NoStorage,
 
+    /// Arrays that belong together do not fit.
+    #[error("{what}: {given} were given, but there must be {wanted}")]
+    ShapeMismatch {
+        /// What there is a wrong number of.
+        what: &'static str,
+        /// How many were given.
+        given: usize,
+        /// How many there must be.
+        wanted: usize,
+    },
+
+    /// Keys and values have different element types.
+    #[error("the values are {given}, but the keys are {wanted}")]
+    DTypeMismatch {
+        /// The type of the values.
+        given: &'static str,
+        /// The type of the keys.
+        wanted: &'static str,
+    },
+
+    /// Query heads can not be divided equally among the KV heads.
+    #[error("{num_q_heads} query heads are no multiple of {num_kv_heads} KV heads")]
+    HeadsNotGrouped {
+        /// Query heads of a token.
+        num_q_heads: usize,
+        /// KV heads of a token.
+        num_kv_heads: usize,
+    },
+
+    /// There are no tokens to attend to.
+    #[error("there is nothing to attend to: no tokens are stored")]
+    NothingToAttend,
+
+    /// The last tokens of a sequence can not be more than the sequence has.
+    #[error("the query has {q_tokens} tokens, but only {len} are stored")]
+    QueryTooLong {
+        /// Tokens of the query.
+        q_tokens: usize,
+        /// Tokens stored.
+        len: usize,
+    },
+
+    /// An option of attention makes no sense.
+    #[error("{option} must be {wanted}")]
+    InvalidOption {
+        /// Name of the option.
+        option: &'static str,
+        /// What it must be.
+        wanted: &'static str,
+    },
+
+    /// The system does not give the threads.
+    #[error("cannot start {num_threads} threads")]
+    NoThreads {
+        /// How many were asked for, the caller's among them.
+        num_threads: usize,
+    },
+
     /// The bookkeeping contradicts itself, which is a bug in this crate.
     #[error(
         "the bookkeeping is corrupted: {what} should be {recorded}, but {counted} were counted"

@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+mod attention;
 mod block;
 pub mod config;
 mod dtype;
@@ -16,6 +17,7 @@ mod python;
 mod store;
 mod sync;
 
+pub use attention::{Attention, AttentionPool, Context, Instructions, Query};
 pub use block::{BlockPool, BlockState, BlockTable};
 pub use config::KVCacheConfig;
 pub use dtype::{DType, Element, Transfer, bf16, f16};

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The top-level modules and their layers. A module imports from lower layers only.
-const LAYERS: [(&str, u8); 14] = [
+const LAYERS: [(&str, u8); 15] = [
     ("error", 0),
     ("ids", 0),
     ("dtype", 0),
@@ -19,6 +19,7 @@ const LAYERS: [(&str, u8); 14] = [
     ("store", 4),
     ("handle", 5),
     ("manager", 6),
+    ("attention", 6),
     ("python", 7),
 ];
 

@@ -28,6 +28,7 @@ mod buffer;
 mod deadline;
 mod gate;
 mod pins;
+mod prefetch;
 mod rows;
 
 pub(crate) use block_rows::{BlockRows, BlockSlots, PinnedBlockRows};
@@ -35,4 +36,5 @@ pub(crate) use block_rows::{BlockRows, BlockSlots, PinnedBlockRows};
 pub(crate) use buffer::Run;
 pub(crate) use buffer::{Source, Stored, Target};
 pub(crate) use deadline::{Deadline, Patience};
+pub(crate) use prefetch::prefetch;
 pub(crate) use rows::{PinnedRows, ReservedRows, RowWrite, Rows};

@@ -75,7 +75,13 @@ fn to_python(error: &KvError, message: String) -> PyErr {
         | KvError::LastEpoch { .. }
         | KvError::CountMismatch { .. }
         | KvError::DuplicateHandle { .. }
-        | KvError::BlockSizeMismatch { .. } => InvalidInputError::new_err((message,)),
+        | KvError::BlockSizeMismatch { .. }
+        | KvError::ShapeMismatch { .. }
+        | KvError::DTypeMismatch { .. }
+        | KvError::HeadsNotGrouped { .. }
+        | KvError::NothingToAttend
+        | KvError::QueryTooLong { .. }
+        | KvError::InvalidOption { .. } => InvalidInputError::new_err((message,)),
         KvError::NotInitialized => NotInitializedError::new_err((message,)),
         KvError::BatchEntry { source, .. } => to_python(source, message),
         KvError::CapacityExceeded { range, capacity } => {
@@ -130,6 +136,7 @@ fn to_python(error: &KvError, message: String) -> PyErr {
         }
         KvError::TokenMismatch { token } => TokenMismatchError::new_err((message, *token)),
         KvError::NoStorage => NoStorageError::new_err((message,)),
+        KvError::NoThreads { .. } => KvCacheError::new_err((message,)),
         KvError::Corrupted { what, recorded, counted } => {
             CorruptedError::new_err((message, *what, *recorded, *counted))
         }

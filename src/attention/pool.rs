@@ -1,0 +1,171 @@
+//! Who computes, and with which instructions.
+
+use std::fmt;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use fearless_simd::Level;
+
+use crate::error::{KvError, Result};
+
+/// The threads that compute attention, and the instructions they use.
+///
+/// The thread that makes a call computes as well, so that a pool of one thread has none of its own.
+/// A pool can be shared: calls from several threads divide its threads between them. What is computed
+/// is the same to the bit for any number of threads.
+///
+/// # Examples
+///
+/// ```
+/// use kvspan::AttentionPool;
+///
+/// let pool = AttentionPool::new(2)?;
+/// assert_eq!(pool.num_threads(), 2);
+/// # Ok::<(), kvspan::KvError>(())
+/// ```
+pub struct AttentionPool {
+    threads: Option<rayon::ThreadPool>,
+    num_threads: usize,
+    level: Level,
+}
+
+/// Sets of vector instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Instructions {
+    /// What every processor has that this was compiled for: SSE2 on x86-64, NEON on 64-bit Arm.
+    Portable,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// AVX-512 as of Ice Lake and Zen 4.
+    Avx512,
+}
+
+impl AttentionPool {
+    /// Makes a pool that uses the best instructions of this processor.
+    ///
+    /// # Errors
+    ///
+    /// [`KvError::InvalidConfig`] for no threads; [`KvError::NoThreads`] if the system does not give
+    /// them.
+    pub fn new(num_threads: usize) -> Result<Self> {
+        Self::with_level(num_threads, Level::new())
+    }
+
+    /// Makes a pool that uses no other instructions than these; `None` if the processor does not have
+    /// them.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`new`](Self::new).
+    pub fn with_instructions(
+        num_threads: usize,
+        instructions: Instructions,
+    ) -> Result<Option<Self>> {
+        instructions.level().map(|level| Self::with_level(num_threads, level)).transpose()
+    }
+
+    fn with_level(num_threads: usize, level: Level) -> Result<Self> {
+        if num_threads == 0 {
+            return Err(KvError::InvalidConfig { field: "num_threads" });
+        }
+        let builder = rayon::ThreadPoolBuilder::new()
+            .num_threads(num_threads - 1)
+            .thread_name(|index| format!("kvspan-attention-{index}"));
+        let threads = (num_threads > 1).then(|| builder.build()).transpose();
+        let threads = threads.map_err(|_| KvError::NoThreads { num_threads })?;
+        Ok(Self { threads, num_threads, level })
+    }
+
+    /// Returns how many threads compute, the one that calls among them.
+    pub fn num_threads(&self) -> usize {
+        self.num_threads
+    }
+
+    /// Returns the instructions that are used.
+    pub fn instructions(&self) -> Instructions {
+        match self.level {
+            #[cfg(any(target_arch = "x86", target_arch = "x86_64"))]
+            Level::Avx512(_) => Instructions::Avx512,
+            #[cfg(any(target_arch = "x86", target_arch = "x86_64"))]
+            Level::Avx2(_) => Instructions::Avx2,
+            _ => Instructions::Portable,
+        }
+    }
+
+    pub(super) fn level(&self) -> Level {
+        self.level
+    }
+
+    /// Computes the results of `0..count`, and returns them in order.
+    ///
+    /// `pause` is called between two of them, on the thread that makes the call; an error of it ends
+    /// the call.
+    pub(super) fn map<R: Send + Sync, E>(
+        &self,
+        count: usize,
+        compute: impl Fn(usize) -> R + Sync,
+        mut pause: impl FnMut() -> Result<(), E>,
+    ) -> Result<Vec<R>, E> {
+        let results: Vec<_> = (0..count).map(|_| OnceLock::new()).collect();
+        let next = AtomicUsize::new(0);
+        let compute_one = || {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            results.get(index).is_some_and(|result| result.set(compute(index)).is_ok())
+        };
+        let mut compute_all = || {
+            while compute_one() {
+                if let Err(error) = pause() {
+                    next.store(count, Ordering::Relaxed);
+                    return Err(error);
+                }
+            }
+            Ok(())
+        };
+        match &self.threads {
+            Some(threads) if count > 1 => threads.in_place_scope(|scope| {
+                for _ in 1..self.num_threads.min(count) {
+                    scope.spawn(|_| while compute_one() {});
+                }
+                compute_all()
+            }),
+            _ => compute_all(),
+        }?;
+        Ok(results.into_iter().filter_map(OnceLock::into_inner).collect())
+    }
+}
+
+/// One thread: the one that calls.
+impl Default for AttentionPool {
+    fn default() -> Self {
+        Self { threads: None, num_threads: 1, level: Level::new() }
+    }
+}
+
+impl fmt::Debug for AttentionPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AttentionPool")
+            .field("num_threads", &self.num_threads)
+            .field("instructions", &self.instructions())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Instructions {
+    /// Returns the instructions that this processor has, the best ones first.
+    pub fn available() -> impl Iterator<Item = Self> {
+        [Self::Avx512, Self::Avx2, Self::Portable].into_iter().filter(|set| set.level().is_some())
+    }
+
+    fn level(self) -> Option<Level> {
+        match self {
+            Self::Portable => Some(Level::baseline()),
+            #[cfg(any(target_arch = "x86", target_arch = "x86_64"))]
+            Self::Avx2 => Level::new().as_avx2().map(Level::Avx2),
+            #[cfg(any(target_arch = "x86", target_arch = "x86_64"))]
+            Self::Avx512 => Level::new().as_avx512().map(Level::Avx512),
+            #[cfg(not(any(target_arch = "x86", target_arch = "x86_64")))]
+            Self::Avx2 | Self::Avx512 => None,
+        }
+    }
+}
