@@ -12,7 +12,9 @@ use std::time::Duration;
 
 use common::rng::Rng;
 use common::watchdog::within;
-use kvspan::{KVCacheConfig, KVSpan, KvError, LayerKvCache, PinnedSpan, Result};
+use kvspan::{
+    Element, KVCacheConfig, KVSpan, KvError, LayerKvCache, PinnedSpan, Result, bf16, f16,
+};
 
 const CONFIG: KVCacheConfig =
     KVCacheConfig { max_tokens_per_seq: 24, num_heads: 2, hidden_dim_per_head: 24 };
@@ -25,22 +27,27 @@ const OPS: u32 = 5_000;
 const OPS_OF_A_ROUND: u32 = 500;
 
 /// A view, and the keys it showed when it was made.
-type Pin = (PinnedSpan, Vec<f32>);
+type Pin<T> = (PinnedSpan<T>, Vec<f32>);
 
 #[test]
 fn stress_of_all_operations_at_once() {
     let ops = env::var("KVSPAN_STRESS_OPS").map_or(OPS, |ops| ops.parse().expect("a number"));
     within(Duration::from_mins(1) + Duration::from_millis(20) * ops, move || {
         for round in 0..ops.div_ceil(OPS_OF_A_ROUND) {
-            let views = one_round(round, ops.min(OPS_OF_A_ROUND));
-            views.iter().for_each(check_pin);
+            let ops = ops.min(OPS_OF_A_ROUND);
+            match round % 4 {
+                0 => one_round::<f32>(round, ops),
+                1 => one_round::<bf16>(round, ops),
+                2 => one_round::<i8>(round, ops),
+                _ => one_round::<f16>(round, ops),
+            }
         }
     });
 }
 
-/// Returns the views that were left, when all caches are gone.
-fn one_round(round: u32, ops: u32) -> Vec<Pin> {
-    let cache = LayerKvCache::new(CONFIG);
+/// Leaves views, which it looks at when all caches are gone.
+fn one_round<T: Element>(round: u32, ops: u32) {
+    let cache = LayerKvCache::<T>::with_element(CONFIG);
     cache.initialize(1).expect("there is memory for a small cache");
     let views = thread::scope(|scope| {
         let threads: Vec<_> = (0..THREADS)
@@ -56,13 +63,27 @@ fn one_round(round: u32, ops: u32) -> Vec<Pin> {
     let copy = cache.deep_clone().expect("there is memory for a small cache");
     copy.reset().expect("nobody else has the copy");
     copy.initialize(CAPACITY).expect("nothing is reserved");
-    let all_zero = |span: KVSpan<'_>| span.keys.iter().all(|x| x.to_bits() == 0);
+    let all_zero = |span: KVSpan<'_, T>| shown(span).0.iter().all(|x| x.to_bits() == 0);
     assert_eq!(copy.with_read_range(0, CAPACITY, all_zero), Ok(true));
-    views
+    drop((cache, copy));
+    views.iter().for_each(check_pin);
 }
 
-fn one_thread(mut cache: LayerKvCache, mut rng: Rng, ops: u32) -> Vec<Pin> {
-    let mut pins: Vec<Pin> = Vec::new();
+/// The numbers that a span stands for.
+fn shown<T: Element>(span: KVSpan<'_, T>) -> (Vec<f32>, Vec<f32>) {
+    let dim = CONFIG.hidden_dim_per_head;
+    let plane = |data: &[T], scales: &[T::Scale]| {
+        let mut numbers = vec![0.0; data.len()];
+        for ((data, scale), numbers) in data.chunks(dim).zip(scales).zip(numbers.chunks_mut(dim)) {
+            T::widen(data, *scale, numbers);
+        }
+        numbers
+    };
+    (plane(span.keys, span.key_scales), plane(span.values, span.value_scales))
+}
+
+fn one_thread<T: Element>(mut cache: LayerKvCache<T>, mut rng: Rng, ops: u32) -> Vec<Pin<T>> {
+    let mut pins: Vec<Pin<T>> = Vec::new();
     for _ in 0..ops {
         match rng.below(20) {
             0 => cache = cache.clone(),
@@ -73,7 +94,7 @@ fn one_thread(mut cache: LayerKvCache, mut rng: Rng, ops: u32) -> Vec<Pin> {
             2 | 3 => {
                 let start = rng.below(CAPACITY);
                 if let Some(view) = allowed(cache.pin_range(start, start + rng.below(4))) {
-                    let keys = view.keys().to_vec();
+                    let (keys, _) = shown(view.span());
                     pins.push((view, keys));
                 }
             }
@@ -94,7 +115,7 @@ fn one_thread(mut cache: LayerKvCache, mut rng: Rng, ops: u32) -> Vec<Pin> {
 }
 
 /// One of the ways to write or to grow.
-fn write(cache: &LayerKvCache, rng: &mut Rng) -> Result<()> {
+fn write<T: Element>(cache: &LayerKvCache<T>, rng: &mut Rng) -> Result<()> {
     let (keys, values) = rows(rng, 3);
     let row = |n: usize| (&keys[n * WIDTH..(n + 1) * WIDTH], &values[n * WIDTH..(n + 1) * WIDTH]);
     let at = [0; 3].map(|_| rng.below(CAPACITY + 1));
@@ -111,8 +132,12 @@ fn write(cache: &LayerKvCache, rng: &mut Rng) -> Result<()> {
             let mut reserved = cache.reserve(3)?;
             check_span(reserved.span());
             let (all_keys, all_values) = reserved.keys_and_values_mut();
-            all_keys.copy_from_slice(&keys);
-            all_values.copy_from_slice(&values);
+            let scale = T::scale(127.0);
+            T::narrow(&keys, scale, all_keys);
+            T::narrow(&values, scale, all_values);
+            let (key_scales, value_scales) = reserved.scales_mut();
+            key_scales.fill(scale);
+            value_scales.fill(scale);
             thread::yield_now();
             check_span(reserved.span());
             reserved.commit();
@@ -120,30 +145,33 @@ fn write(cache: &LayerKvCache, rng: &mut Rng) -> Result<()> {
         }
         _ => {
             let mut dropped = cache.reserve(2)?;
-            dropped.keys_and_values_mut().0.fill(f32::NAN);
+            let row = [f32::NAN; 2 * WIDTH];
+            T::narrow(&row, T::scale(1.0), dropped.keys_and_values_mut().0);
+            dropped.scales_mut().0.fill(T::scale(1.0));
             Ok(())
         }
     }
 }
 
-fn read_in_closure(cache: &LayerKvCache, rng: &mut Rng) {
+fn read_in_closure<T: Element>(cache: &LayerKvCache<T>, rng: &mut Rng) {
     let start = rng.below(cache.len().max(1));
     let read = cache.with_read_range(start, start + rng.below(4), |span| {
         check_span(span);
-        let keys = span.keys.to_vec();
+        let (keys, values) = shown(span);
         let refused = cache.write_kv(start, &keys[..0], &keys[..0]);
         assert_eq!(refused, Err(KvError::WidthMismatch { given: 0, width: WIDTH }));
-        if let Some(row) = span.token(0) {
+        if !span.is_empty() {
+            let row = (&keys[..WIDTH], &values[..WIDTH]);
             assert_eq!(cache.write_kv(start, row.0, row.1), Err(KvError::WouldDeadlock));
             attempt(cache.append(row.0, row.1));
             attempt(cache.pin_range(start, start + 1));
         }
-        assert_eq!(span.keys, keys, "what a closure reads changed");
+        assert_eq!(shown(span).0, keys, "what a closure reads changed");
     });
     attempt(read);
 }
 
-fn read_into(cache: &LayerKvCache, rng: &mut Rng) {
+fn read_into<T: Element>(cache: &LayerKvCache<T>, rng: &mut Rng) {
     let (mut keys, mut values) = rows(rng, 3);
     let start = rng.below(CAPACITY);
     if allowed(cache.read_range_into(start, start + 2, &mut keys, &mut values)).is_some() {
@@ -173,13 +201,14 @@ fn check_rows(keys: &[f32], values: &[f32]) {
     }
 }
 
-fn check_span(span: KVSpan<'_>) {
-    check_rows(span.keys, span.values);
+fn check_span<T: Element>(span: KVSpan<'_, T>) {
+    let (keys, values) = shown(span);
+    check_rows(&keys, &values);
 }
 
-fn check_pin((view, then): &Pin) {
+fn check_pin<T: Element>((view, then): &Pin<T>) {
     check_span(view.span());
-    assert_eq!(view.keys(), then, "a view changed");
+    assert_eq!(&shown(view.span()).0, then, "a view changed");
 }
 
 /// Lets a call fail for what other threads do meanwhile.
