@@ -81,6 +81,12 @@ impl<T: Element> StoredMut<'_, T> {
         let groups = self.data.chunks_mut(group).zip(self.scales);
         for ((elements, scale), numbers) in groups.zip(numbers.chunks(group)) {
             if T::DTYPE.has_scales() {
+                if numbers.len <= SCRATCH {
+                    let numbers = numbers.copy(&mut scratch);
+                    *scale = T::scale(largest(0.0, numbers));
+                    T::narrow(numbers, *scale, elements);
+                    continue;
+                }
                 *scale = T::scale(numbers.largest(&mut scratch));
             }
             for (part, numbers) in elements.chunks_mut(SCRATCH).zip(numbers.chunks(SCRATCH)) {
