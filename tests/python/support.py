@@ -19,10 +19,8 @@ WIDTH = HEADS * DIM
 SOON = 30.0
 
 
-def new_cache(capacity=CAPACITY, heads=HEADS, dim=DIM):
-    return kvspan.LayerKvCache(
-        kvspan.KVCacheConfig(max_tokens_per_seq=capacity, num_heads=heads, hidden_dim_per_head=dim)
-    )
+def new_cache(capacity=CAPACITY, heads=HEADS, dim=DIM, dtype="float32"):
+    return kvspan.LayerKvCache(kvspan.KVCacheConfig(capacity, heads, dim, dtype))
 
 
 def tokens(count, first=1):
@@ -38,9 +36,9 @@ def token(number=1):
     return keys[0], values[0]
 
 
-def new_filled_cache(count=6):
+def new_filled_cache(count=6, dtype="float32"):
     """A cache of `tokens(count)`."""
-    cache = new_cache()
+    cache = new_cache(dtype=dtype)
     cache.append(*tokens(count))
     return cache
 

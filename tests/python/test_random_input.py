@@ -27,7 +27,10 @@ shapes = (
     | st.tuples(sizes, st.just(HEADS), st.just(DIM))
 )
 any_shapes = shapes | st.lists(sizes, max_size=4).map(tuple)
-dtypes = st.sampled_from(["<f4"] * 6 + [">f4", "f8", "f2", "i4", "u1", "?", "c8", "O", "S4"])
+dtypes = st.sampled_from(
+    ["<f4"] * 6 + ["<f2"] * 3 + [">f4", ">f2", "f8", "i1", "i4", "u1", "u2", "?", "c8", "O", "S4"]
+)
+cache_dtypes = st.sampled_from(["float32", "float32", "float16", "int8"])
 
 
 @st.composite
@@ -48,9 +51,10 @@ def memory(draw):
     return array
 
 
-def fits(array, accepted):
+def fits(array, accepted, cache):
+    taken = ["<f4", "<f2"] if cache.dtype == "float16" else ["<f4"]
     return (
-        array.dtype == np.float32
+        array.dtype in [np.dtype(dtype) for dtype in taken]
         and array.flags.c_contiguous
         and array.flags.aligned
         and accepted(array.shape)
@@ -70,11 +74,11 @@ def count_of(array):
 
 
 @each_200
-@given(keys=memory(), values=memory(), as_view=st.booleans())
-def test_append_accepts_what_fits(keys, values, as_view):
-    cache = new_filled_cache()
+@given(keys=memory(), values=memory(), as_view=st.booleans(), dtype=cache_dtypes)
+def test_append_accepts_what_fits(keys, values, as_view, dtype):
+    cache = new_filled_cache(dtype=dtype)
     before = contents(cache)
-    good = fits(keys, are_tokens) and fits(values, are_tokens)
+    good = fits(keys, are_tokens, cache) and fits(values, are_tokens, cache)
     if good and count_of(keys) == count_of(values):
         count = count_of(keys)
         given = (keys.data, values.data) if as_view and keys.size else (keys, values)
@@ -87,9 +91,15 @@ def test_append_accepts_what_fits(keys, values, as_view):
 
 
 @each_200
-@given(keys=memory(), values=memory(), at=st.integers(0, CAPACITY + 1), batch=st.booleans())
-def test_write_accepts_what_fits(keys, values, at, batch):
-    cache = new_filled_cache()
+@given(
+    keys=memory(),
+    values=memory(),
+    at=st.integers(0, CAPACITY + 1),
+    batch=st.booleans(),
+    dtype=cache_dtypes,
+)
+def test_write_accepts_what_fits(keys, values, at, batch, dtype):
+    cache = new_filled_cache(dtype=dtype)
 
     def write():
         if batch:
@@ -97,7 +107,7 @@ def test_write_accepts_what_fits(keys, values, at, batch):
         else:
             cache.write_kv(at, keys, values)
 
-    if not (fits(keys, is_one_token) and fits(values, is_one_token)):
+    if not (fits(keys, is_one_token, cache) and fits(values, is_one_token, cache)):
         check_refusal(cache, InvalidInputError, write)
     elif at >= CAPACITY:
         check_refusal(cache, CapacityExceededError, write)
@@ -108,9 +118,15 @@ def test_write_accepts_what_fits(keys, values, at, batch):
 
 
 @each_200
-@given(keys=memory(), values=memory(), end=st.integers(0, 8), writable=st.booleans())
-def test_read_accepts_what_has_room(keys, values, end, writable):
-    cache = new_filled_cache()
+@given(
+    keys=memory(),
+    values=memory(),
+    end=st.integers(0, 8),
+    writable=st.booleans(),
+    dtype=cache_dtypes,
+)
+def test_read_accepts_what_has_room(keys, values, end, writable, dtype):
+    cache = new_filled_cache(dtype=dtype)
     keys.flags.writeable = writable
 
     def has_room(shape):
@@ -119,7 +135,7 @@ def test_read_accepts_what_has_room(keys, values, end, writable):
     def read():
         cache.read_range_into(0, end, keys, values)
 
-    fit = fits(keys, has_room) and fits(values, has_room) and writable
+    fit = fits(keys, has_room, cache) and fits(values, has_room, cache) and writable
     if not fit or min(keys.size, values.size) < end * WIDTH:
         check_refusal(cache, InvalidInputError, read)
     elif end > 6:
