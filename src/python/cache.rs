@@ -6,7 +6,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyRange, PyTuple};
 
-use super::buffer::{Foreign, Lease, Opened, Room, Side, Tokens, Values, Wanted, new_array};
+use super::buffer::{Foreign, Lease, Opened, Room, Side, Tokens, Values, Wanted, call, new_array};
 use super::config::PyKVCacheConfig;
 use super::convert::{NumTokens, Seconds, in_entry, positions_of, push};
 use super::error::InvalidInputError;
@@ -417,7 +417,7 @@ impl PyLayerKvCache {
             .map(|side| lease.tensor(py, side)?.of_one_token().into_array());
         // From here on the arrays alone keep the token pinned.
         drop(lease);
-        f.call1((keys?, values?))
+        call(f, &PyTuple::new(py, [keys?, values?])?, None)
     }
 
     /// Calls ``f(span)`` with a ``KVSpan`` of the tokens `start_token` to `end_token`, and returns
@@ -431,7 +431,8 @@ impl PyLayerKvCache {
         end_token: NumTokens,
         f: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        f.call1((self.view(py, start_token, Some(end_token))?,))
+        let span = self.view(py, start_token, Some(end_token))?;
+        call(f, &PyTuple::new(py, [span])?, None)
     }
 
     /// Copies the tokens `start_token` to `end_token` to the start of two writable arrays.

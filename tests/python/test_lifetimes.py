@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from support import address, isolated, new_cache, new_filled_cache, token, tokens
+from support import address, isolated, new_cache, new_filled_cache, run_python, token, tokens
 
 CYCLES = 200_000
 
@@ -225,3 +225,46 @@ def test_arrays_of_many_caches_keep_their_own_tokens():
     for number, keys, values in arrays:
         assert_array_equal((keys, values), tokens(3, first=number))
     assert len({address(keys) for _, keys, _ in arrays}) == 100
+
+
+EXIT = """
+import threading
+import numpy as np
+import kvspan
+
+config = kvspan.KVCacheConfig(max_tokens_per_seq=4, num_heads=1, hidden_dim_per_head=2)
+cache = kvspan.LayerKvCache(config)
+cache.initialize(4)
+manager = kvspan.KvCacheManager(512, block_size=1)
+tensor = manager.allocate(range(512)).key_cache(0)
+
+def busy(*_):
+    return sum(range(1000))
+
+def work():
+    begun.release()
+    while True:
+        {call}
+
+begun = threading.Semaphore(0)
+for _ in range(4):
+    threading.Thread(target=work, daemon=True).start()
+for _ in range(4):
+    begun.acquire()
+threading.Event().wait(0.2)
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cache.with_read_kv(0, busy)",
+        "cache.with_read_range(0, 4, busy)",
+        "tensor.numpy()",
+        "np.asarray(tensor, np.float64)",
+        "np.asarray(cache.view().key_view, np.float64)",
+    ],
+)
+def test_daemon_threads_do_not_crash_the_end_of_the_interpreter(call):
+    for _ in range(3):
+        run_python(EXIT.format(call=call))

@@ -6,7 +6,7 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::dtype::DType;
 use crate::handle::TensorRef;
-use crate::python::buffer::{CPU, Layout, Lease, Request, Side, Tensor, new_array};
+use crate::python::buffer::{CPU, Layout, Lease, Request, Side, Tensor, call, new_array};
 
 /// A layer's keys, or its values, where they lie: [tokens, num_heads, head_dim] in one or more pieces.
 ///
@@ -127,7 +127,10 @@ impl PyCacheTensor {
                 new_array(py, self.dtype, &self.shape)
             }
             1 => self.array(py, 0),
-            _ => py.import("numpy")?.call_method1("concatenate", (self.segments(py)?,)),
+            _ => {
+                let concatenate = py.import("numpy")?.getattr("concatenate")?;
+                call(&concatenate, &PyTuple::new(py, [self.segments(py)?])?, None)
+            }
         }
     }
 
@@ -192,7 +195,8 @@ impl PyCacheTensor {
         let options = PyDict::new(py);
         options.set_item("dtype", dtype)?;
         options.set_item("copy", copy.filter(|_| self.num_segments == 1))?;
-        py.import("numpy")?.call_method("array", (self.numpy(py)?,), Some(&options))
+        let array = py.import("numpy")?.getattr("array")?;
+        call(&array, &PyTuple::new(py, [self.numpy(py)?])?, Some(&options))
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, Self>> {

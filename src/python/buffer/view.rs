@@ -10,6 +10,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
+use super::call::call;
 use super::dlpack::{CPU, Request};
 use super::lease::{Layout, SpanMemory, Tensor};
 use crate::dtype::DType;
@@ -114,7 +115,8 @@ impl PyTensorView {
         let options = PyDict::new(py);
         options.set_item("dtype", dtype)?;
         options.set_item("copy", copy)?;
-        py.import("numpy")?.call_method("array", (array,), Some(&options))
+        let copy = py.import("numpy")?.getattr("array")?;
+        call(&copy, &PyTuple::new(py, [array])?, Some(&options))
     }
 
     /// The device as DLPack numbers it: (1, 0), the CPU.
