@@ -272,7 +272,7 @@ pub enum KvError {
     },
 
     /// The prefix index can not be emptied while blocks are in use.
-    #[error("{in_use} blocks are in use")]
+    #[error("the prefix cache can not be reset: {in_use} blocks are in use, or pinned by views")]
     BlocksInUse {
         /// How many.
         in_use: usize,

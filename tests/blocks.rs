@@ -342,6 +342,22 @@ fn a_prefix_ends_where_a_block_is_missing() {
 }
 
 #[test]
+fn a_block_that_is_forgotten_waits_behind_no_cached_one() {
+    let mut cache = PrefixCache::new(4, Duplicates::Merge).unwrap();
+    let a = start(&mut cache, &[1, 2, 3, 4, 5, 6]);
+    a.free(&mut cache).unwrap();
+    assert_eq!(queue(cache.pool()), [4, 3, 2, 1]);
+    cache.forget(id(2)).unwrap();
+    assert_eq!(queue(cache.pool()), [2, 4, 3, 1]);
+    cache.forget(id(2)).unwrap();
+    assert_eq!(queue(cache.pool()), [2, 4, 3, 1]);
+    let mut taken = Vec::new();
+    cache.acquire(&[], 2, &mut taken).unwrap();
+    assert_eq!((taken, cache.num_evictions()), (vec![id(2), id(4)], 0));
+    cache.check_integrity().unwrap();
+}
+
+#[test]
 fn a_block_has_one_key() {
     let mut cache = PrefixCache::new(8, Duplicates::Merge).unwrap();
     let a = start(&mut cache, &[1, 2, 3, 4]);
@@ -359,11 +375,13 @@ fn a_reset_forgets_everything_but_not_while_blocks_are_in_use() {
     let a = start(&mut cache, &[1, 2, 3, 4]);
     let refused = cache.reset();
     assert_eq!(refused, Err(KvError::BlocksInUse { in_use: 2 }));
-    assert_eq!(refused.unwrap_err().to_string(), "2 blocks are in use");
+    let text = "the prefix cache can not be reset: 2 blocks are in use, or pinned by views";
+    assert_eq!(refused.unwrap_err().to_string(), text);
     a.free(&mut cache).unwrap();
     cache.reset().unwrap();
     assert_eq!((cache.num_committed(), cache.pool().num_free()), (0, 8));
     assert_eq!(cache.match_prefix(a.chain.keys()).count(), 0);
+    assert_eq!(queue(cache.pool()), [1, 2, 3, 4, 5, 6, 7, 8]);
 }
 
 #[test]

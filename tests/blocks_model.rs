@@ -259,7 +259,16 @@ impl Model {
         if in_use > 0 {
             return Err(KvError::BlocksInUse { in_use });
         }
-        self.blocks.iter_mut().for_each(|block| block.content = None);
+        (1..=NUM_BLOCKS).rev().try_for_each(|number| self.forget(id(number)))
+    }
+
+    fn forget(&mut self, block: BlockId) -> Result<()> {
+        let was_cached = self.get(block)?.state() == BlockState::Cached;
+        self.get_mut(block)?.content = None;
+        if was_cached {
+            self.queue.retain(|&queued| queued != block);
+            self.queue.insert(0, block);
+        }
         Ok(())
     }
 
@@ -313,8 +322,7 @@ fn step(cache: &mut PrefixCache, model: &mut Model, op: &Op) -> Result<(), TestC
         Op::Pin(block) => prop_assert_eq!(cache.pin(*block), model.pin(*block)),
         Op::Unpin(block) => prop_assert_eq!(cache.unpin(*block), model.unpin(*block)),
         Op::Forget(block) => {
-            let forgotten = model.get_mut(*block).map(|block| block.content = None);
-            prop_assert_eq!(cache.forget(*block), forgotten);
+            prop_assert_eq!(cache.forget(*block), model.forget(*block));
         }
         Op::ClearDirty(block) => {
             let dirty = model.get_mut(*block).map(|block| std::mem::take(&mut block.dirty));

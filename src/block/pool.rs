@@ -341,8 +341,8 @@ impl BlockPool {
         Ok(())
     }
 
-    /// Notes that the content of a block has no name any more. A cached block becomes free, and keeps
-    /// its place in the queue.
+    /// Notes that the content of a block has no name any more. A cached block becomes free, and is the
+    /// next to be reused.
     ///
     /// # Errors
     ///
@@ -351,7 +351,11 @@ impl BlockPool {
         let slot = self.slot_mut(block)?;
         let was_cached = slot.state() == BlockState::Cached;
         slot.kept = false;
-        self.num_cached -= usize::from(was_cached);
+        if was_cached {
+            self.num_cached -= 1;
+            self.queue.unlink(block);
+            self.queue.push_front(block);
+        }
         Ok(())
     }
 
@@ -463,7 +467,7 @@ impl BlockPool {
     }
 
     /// Returns all blocks by number.
-    pub fn blocks(&self) -> impl Iterator<Item = BlockId> + use<> {
+    pub fn blocks(&self) -> impl DoubleEndedIterator<Item = BlockId> + use<> {
         (1..=self.num_blocks()).filter_map(BlockId::from_index)
     }
 

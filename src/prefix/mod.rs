@@ -308,7 +308,8 @@ impl PrefixCache {
         Ok(())
     }
 
-    /// Takes all blocks out of the index, which are all free then.
+    /// Takes all blocks out of the index, which are all free then. Those that were cached are reused
+    /// first, by number.
     ///
     /// # Errors
     ///
@@ -323,7 +324,7 @@ impl PrefixCache {
             return Err(KvError::BlocksInUse { in_use });
         }
         self.index.clear();
-        self.pool.blocks().try_for_each(|block| self.pool.forget(block))
+        self.pool.blocks().rev().try_for_each(|block| self.pool.forget(block))
     }
 
     /// Counts everything again that the cache and its pool keep count of, and looks up every key.

@@ -503,8 +503,12 @@ impl Books {
         if in_use > 0 {
             return Err(KvError::BlocksInUse { in_use });
         }
-        for block in &mut self.blocks {
-            block.named = None;
+        for block in (1..=self.blocks.len()).rev() {
+            // Those that were cached come first.
+            if self.block(block).named.take().is_some() {
+                self.queue.retain(|&queued| queued != block);
+                self.queue.insert(0, block);
+            }
         }
         Ok(())
     }

@@ -64,6 +64,12 @@ class Sequence:
         keys = tuple(tuple(self.extra_keys.get(i, ())) for i in range(index + 1))
         return self.kind, tuple(self.tokens[: (index + 1) * BLOCK_SIZE]), keys
 
+    def note_write(self, start):
+        """What was committed from the block on that is written to is committed no more."""
+        block_start = start // BLOCK_SIZE * BLOCK_SIZE
+        if block_start < self.committed // BLOCK_SIZE * BLOCK_SIZE:
+            self.committed = block_start
+
     def resize(self, length):
         for rows in self.rows:
             rows[length:] = [0] * (length - len(rows))
@@ -191,6 +197,7 @@ class ManagerModel:
         self.check_names([request_id])
         fork = copy.deepcopy(sequence)
         fork.request_id = request_id
+        del fork.blocks[blocks_for(len(fork)) :]
         self.hold(fork.blocks)
         self.sequences.append(fork)
 
@@ -231,10 +238,16 @@ class ManagerModel:
         for sequence, start, numbers in writes:
             if numbers:
                 sequence.rows[layer][start : start + len(numbers)] = numbers
-                block_start = start // BLOCK_SIZE * BLOCK_SIZE
-                full = sequence.committed // BLOCK_SIZE * BLOCK_SIZE
-                if block_start < full:
-                    sequence.committed = block_start
+                sequence.note_write(start)
+
+    def prepare_write(self, sequence, start, end):
+        if end > len(sequence):
+            raise RefusedError(OutOfRangeError, start=start, end=end, len=len(sequence))
+        wants = [(index, range(NUM_LAYERS), slots) for index, slots in pieces(start, end)]
+        copies = self.prepare([(sequence, wants, 0)])
+        if start < end:
+            sequence.note_write(start)
+        return copies
 
     def prepare(self, needs):
         """Who is to change rows that others see gets a block of its own, and there are new blocks."""
@@ -377,8 +390,10 @@ class ManagerModel:
     def reset(self):
         if in_use := len(self.blocks) - len(self.queue):
             raise RefusedError(BlocksInUseError, in_use=in_use)
-        for block in self.blocks.values():
-            block.name = None
+        cached = [number for number, block in self.blocks.items() if block.name is not None]
+        self.queue = cached + [number for number in self.queue if number not in cached]
+        for number in cached:
+            self.blocks[number].name = None
 
     def stats(self):
         """All numbers but the size of a block."""

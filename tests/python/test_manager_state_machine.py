@@ -203,6 +203,23 @@ class ManagerMachine(RuleBasedStateMachine):
             )
         )
 
+    @precondition(has_handles)
+    @rule(choice=choices, start=choices, count=counts)
+    def prepare_write(self, choice, start, count):
+        one = self.one(choice)
+        start %= len(one.sequence) + 1
+        end = start + count
+        done = self.agree(
+            lambda: self.model.prepare_write(one.sequence, start, end),
+            self.manager.prepare_write,
+            one.handle,
+            start,
+            end,
+        )
+        if done:
+            expected, copies = done
+            assert [(copy.block_index, copy.source, copy.target) for copy in copies] == expected
+
     @staticmethod
     def check_copy(done):
         if done:
@@ -457,6 +474,7 @@ class ManagerMachine(RuleBasedStateMachine):
             lambda: manager.fork(handle),
             lambda: manager.free(handle),
             lambda: manager.commit(handle, [0]),
+            lambda: manager.prepare_write(handle, 0, 0),
             lambda: manager.view(handle, 0),
             lambda: manager.write(handle, 0, 0, *rows),
             lambda: manager.write_many(0, [handle], [0], *rows),
