@@ -46,7 +46,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -121,9 +121,13 @@ class Summary:
 def replay(trace: Trace, num_blocks: int, *, block_size: int | None = None) -> Iterator[Outcome]:
     """Run a trace through a new manager of ``num_blocks`` blocks; yields what becomes of each request.
 
-    A block of the pool has ``block_size`` tokens; by default, as many as one of the trace.
+    A block of the pool has ``block_size`` tokens; by default, as many as one of the trace. Raises
+    ``ValueError`` if there are no blocks, or no tokens in one.
     """
-    block_size = block_size or trace.block_size
+    if block_size is None:
+        block_size = trace.block_size
+    if block_size < 1:
+        raise ValueError(f"a block has at least 1 token, not {block_size}")
     scale = math.gcd(block_size, trace.block_size)
     manager = KvCacheManager(num_blocks, block_size=block_size // scale, storage=False)
     return (serve(manager, request, trace.block_size, scale) for request in trace.requests)
@@ -263,9 +267,9 @@ def read_packed(entry: Any) -> tuple[int, Ids]:
 
 def run_of(one: Any) -> Sequence[Hashable]:
     match one:
-        case [int(first), int(count)]:
+        case [first, count] if is_whole(first):
             return range(first, first + length(count))
-        case int():
+        case int() if is_whole(one):
             return (one,)
     raise TraceError(f"{one!r:.80} is neither an id nor [first, count]")
 
@@ -279,7 +283,7 @@ def read_hash_runs(entry: Any) -> tuple[int, Ids]:
 
 def range_of(run: Any) -> range:
     match run:
-        case [int(first), int(last)] if first <= last:
+        case [first, last] if is_whole(first) and is_whole(last) and first <= last:
             return range(first, first + length(last - first + 1))
     raise TraceError(f"{run!r:.80} is not [first, last]")
 
@@ -288,17 +292,21 @@ def read_hash_ids(entry: Any) -> tuple[int | None, Ids]:
     match entry:
         case {"hash_ids": [*ids]}:
             for one in ids:
-                if not isinstance(one, int | str):
+                if not (is_whole(one) or isinstance(one, str)):
                     raise TraceError(f"{one!r:.80} is no id: neither a whole number nor a string")
             num_tokens = entry.get("input_length")
             return None if num_tokens is None else length(num_tokens), [ids]
     raise TraceError("no object with a list of hash_ids")
 
 
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether it is a whole number, which JSON's ``true`` is not."""
+    return type(value) is int
+
+
 def length(value: object) -> int:
-    match value:
-        case int() if 0 <= value <= MAX_TOKENS_OF_A_REQUEST:
-            return value
+    if is_whole(value) and 0 <= value <= MAX_TOKENS_OF_A_REQUEST:
+        return value
     raise TraceError(f"{value!r:.80} is no length from 0 to {MAX_TOKENS_OF_A_REQUEST:,}")
 
 

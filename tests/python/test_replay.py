@@ -260,6 +260,12 @@ def test_command_says_what_was_refused(packed, capsys):
     assert "3 of 3 requests need more than 1 blocks" in all_of_them
 
 
+@pytest.mark.parametrize("block_size", [0, -4])
+def test_a_block_of_no_tokens_is_refused(packed, block_size):
+    with pytest.raises(ValueError, match=f"a block has at least 1 token, not {block_size}"):
+        replay(read_trace(packed), 8, block_size=block_size)
+
+
 # Bad traces
 
 BAD_LINES = {
@@ -282,6 +288,12 @@ BAD_LINES = {
     "runs are no list": ('{"input_length": 64, "hash_runs": 3}', "no object with input_length"),
     "a run backwards": ('{"input_length": 64, "hash_runs": [[3, 2]]}', "[3, 2] is not [first, last]"),
     "a huge run": ('{"input_length": 64, "hash_runs": [[0, 9e99]]}', "[0, 9e+99] is not [first, last]"),
+    "an id that is true": ("[0, 512, 5, [true]]", "True is neither an id nor [first, count]"),
+    "a count that is true": ("[0, 512, 5, [[7, true]]]", "True is no length"),
+    "a first id that is true": ("[0, 512, 5, [[true, 1]]]", "[True, 1] is neither an id nor"),
+    "a length that is true": ('{"input_length": true, "hash_ids": [7]}', "True is no length"),
+    "a run from false": ('{"input_length": 64, "hash_runs": [[false, 0]]}', "[False, 0] is not [first"),
+    "ids of truth": ('{"hash_ids": [7, true]}', "True is no id"),
     "ids of lists": ('{"input_length": 64, "hash_ids": [[1]]}', "[1] is no id"),
     "ids that are no list": ('{"input_length": 64, "hash_ids": null}', "no object with a list"),
     "too many ids": ("[0, 5, 5, [7, 8, 9, 10, 11, 12, 13, 14, 15]]", "9 ids for 5 tokens"),
