@@ -84,13 +84,14 @@ pub trait Element: bytemuck::Pod + Debug + PartialEq + Send + Sync + Transfer<f3
     /// What an owned copy of an element is: the element, or an `f32` if it needs a scale.
     type Number: Element;
 
-    /// Returns the scale for elements of which `largest` is the largest magnitude.
+    /// Returns the scale for elements of which `largest` is the largest magnitude. It is finite, even if
+    /// that is not.
     fn scale(largest: f32) -> Self::Scale;
 
     /// Rounds numbers to the nearest elements, ties to even, as many as there is room for.
     ///
     /// What is too large for an f16 becomes infinite, and NaN stays NaN. An `i8` is clamped to -127
-    /// to 127.
+    /// to 127, and 0 if there is no number.
     fn narrow(numbers: &[f32], scale: Self::Scale, elements: &mut [Self]);
 
     /// Returns elements as numbers, as many as there is room for. Exact for the floats.
@@ -196,7 +197,9 @@ impl Element for i8 {
             return;
         }
         for (element, number) in elements.iter_mut().zip(numbers) {
-            let quotient = (number / scale).clamp(-127.0, 127.0);
+            let quotient = number / scale;
+            // Without branches, so that the loop becomes vector code.
+            let quotient = if quotient.is_nan() { 0.0 } else { quotient.clamp(-127.0, 127.0) };
             let [low, ..] = (quotient + ONES).to_bits().to_le_bytes();
             *element = low.cast_signed();
         }

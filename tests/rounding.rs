@@ -115,6 +115,20 @@ fn check_all_ties<T: Half>() {
 }
 
 #[test]
+fn what_is_no_number_has_a_finite_scale_and_is_zero() {
+    for largest in [f32::INFINITY, f32::NAN] {
+        let scale = i8::scale(largest);
+        assert!(scale > 0.0 && (127.0 * scale).is_finite(), "{largest}");
+    }
+    // Whatever bits a NaN has.
+    let nans = [0x7fc0_0000, 0x7f80_0001, 0xffc0_0055, 0x7fff_ffff, 0xffff_ff80];
+    let numbers = [nans.map(f32::from_bits), [f32::INFINITY, f32::NEG_INFINITY, 9.0, -9.0, 1.0]];
+    let mut elements = [7; 10];
+    i8::narrow(numbers.as_flattened(), i8::scale(1.0), &mut elements);
+    assert_eq!(elements, [0, 0, 0, 0, 0, 127, -127, 127, -127, 127]);
+}
+
+#[test]
 fn numbers_between_two_elements_go_to_the_nearest_and_ties_to_the_even_one() {
     check_all_ties::<f16>();
     check_all_ties::<bf16>();
