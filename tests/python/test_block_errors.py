@@ -247,10 +247,25 @@ def test_salts_that_are_not_text_are_refused(manager):
     for name in ["cache_salt", "lora_id", "request_id"]:
         for bad in [b"salt", 3, ["salt"], True]:
             error = refused(manager, TypeError, manager.allocate, PROMPT, **{name: bad})
-            assert "is not an instance of 'str'" in str(error)
+            reason = (
+                "is not an instance of 'str'" if name == "request_id" else "a str is wanted, not"
+            )
+            assert reason in str(error)
             assert name in said(error)
         refused(manager, UnicodeEncodeError, manager.allocate, PROMPT, **{name: "\udc80"})
     refused(manager, TypeError, manager.free_request, 3)
+
+
+def test_the_number_of_an_adapter_is_to_be_made_text(manager):
+    for call in [manager.allocate, manager.probe, manager.keys]:
+        error = refused(manager, TypeError, call, PROMPT, lora_id=3)
+        assert str(error) == "a str is wanted, not int: pass str(id)"
+        error = refused(manager, TypeError, call, PROMPT, cache_salt=3)
+        assert str(error) == "a str is wanted, not int"
+    error = refused(manager, TypeError, manager.allocate_many, [PROMPT, PROMPT], lora_ids=["a", 3])
+    assert str(error) == "lora_ids must be str or None, but entry 1 is int: pass str(id)"
+    error = refused(manager, TypeError, manager.allocate_many, [PROMPT], cache_salts=[b"a"])
+    assert str(error) == "cache_salts must be str or None, but entry 0 is bytes"
 
 
 def test_a_salt_can_be_long(manager):
@@ -579,7 +594,8 @@ def test_without_storage_a_token_can_be_larger_than_any_array():
 def test_resetting_is_refused_while_blocks_are_in_use(manager):
     handle = start(manager, PROMPT)
     error = refused(manager, BlocksInUseError, manager.reset_prefix_cache)
-    assert (error.in_use, str(error)) == (2, "2 blocks are in use")
+    message = "the prefix cache can not be reset: 2 blocks are in use, or pinned by views"
+    assert (error.in_use, str(error)) == (2, message)
     span = manager.view(handle, 0, 0, 1)
     del handle
     error = refused(manager, BlocksInUseError, manager.reset_prefix_cache)

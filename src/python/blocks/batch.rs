@@ -12,7 +12,7 @@ use pyo3::types::{PyInt, PyList, PyString};
 
 use super::keys::{GivenPrompt, PyKeyChain};
 use super::manager::PyKvCacheManager;
-use super::options::{ExtraKeys, Options};
+use super::options::{ExtraKeys, Options, cache_salt, lora_id, lora_id_hint};
 use super::paged::{GivenMany, PyPagedKvCacheHandle};
 use super::report::PyBlockCopy;
 use crate::error::KvError;
@@ -31,8 +31,8 @@ impl PyKvCacheManager {
         &self,
         py: Python<'_>,
         tokens: TokenIds,
-        cache_salt: Option<&str>,
-        lora_id: Option<&str>,
+        #[pyo3(from_py_with = cache_salt)] cache_salt: Option<&str>,
+        #[pyo3(from_py_with = lora_id)] lora_id: Option<&str>,
         extra_keys: Option<ExtraKeys>,
     ) -> PyResult<PyKeyChain> {
         let options = Options { cache_salt, lora_id, extra_keys, ..Options::default() };
@@ -310,9 +310,11 @@ impl Texts {
                 if !error.is_instance_of::<PyTypeError>(text.py()) {
                     return error;
                 }
-                let given = type_name(&text);
-                let message = format!("{name} must be str or None, but entry {index} is {given}");
-                PyTypeError::new_err(message)
+                let (given, hint) =
+                    (type_name(&text), if name == "lora_ids" { lora_id_hint(&text) } else { "" });
+                PyTypeError::new_err(format!(
+                    "{name} must be str or None, but entry {index} is {given}{hint}"
+                ))
             });
             push(texts.py(), &mut all, extracted?)?;
         }

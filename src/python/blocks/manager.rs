@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use super::keys::GivenPrompt;
-use super::options::{ExtraKeys, Options, TextOrBytes};
+use super::options::{ExtraKeys, Options, TextOrBytes, cache_salt, lora_id};
 use super::paged::{Given, GivenMany, PyPagedKvCacheHandle};
 use super::report::{PyBlockCopy, PyInspection, PyLeakReport, PyManagerStats};
 use super::span::PyPagedSpan;
@@ -187,10 +187,11 @@ impl PyKvCacheManager {
     /// Starts a sequence on `tokens`, with blocks for them and for `lookahead` more.
     ///
     /// The longest beginning that is cached is shared, in whole blocks; at least one token is left to
-    /// compute. Only sequences with equal `cache_salt` and `lora_id` share. `extra_keys` says what
-    /// else decides the content of a block, the digests of its images for example: pairs of a block
-    /// index and a list of str or bytes, in ascending order, or a dict of them. A ``KeyChain`` has all
-    /// of that in its keys, and can stand for `tokens`.
+    /// compute. Only sequences with equal `cache_salt` and `lora_id` share, which are text: the number
+    /// of an adapter is passed as ``str(id)``. `extra_keys` says what else decides the content of a
+    /// block, the digests of its images for example: pairs of a block index and a list of str or bytes,
+    /// in ascending order, or a dict of them. A ``KeyChain`` has all of that in its keys, and can stand
+    /// for `tokens`.
     ///
     /// Raises OutOfBlocksError, RequestExistsError if a live sequence has the name `request_id`, and
     /// InvalidInputError for what is no token.
@@ -202,8 +203,8 @@ impl PyKvCacheManager {
         slf: &Bound<'_, Self>,
         tokens: GivenPrompt,
         request_id: Option<&str>,
-        cache_salt: Option<&str>,
-        lora_id: Option<&str>,
+        #[pyo3(from_py_with = cache_salt)] cache_salt: Option<&str>,
+        #[pyo3(from_py_with = lora_id)] lora_id: Option<&str>,
         extra_keys: Option<ExtraKeys>,
         lookahead: NumTokens,
     ) -> PyResult<PyPagedKvCacheHandle> {
@@ -222,8 +223,8 @@ impl PyKvCacheManager {
         &self,
         py: Python<'_>,
         tokens: GivenPrompt,
-        cache_salt: Option<&str>,
-        lora_id: Option<&str>,
+        #[pyo3(from_py_with = cache_salt)] cache_salt: Option<&str>,
+        #[pyo3(from_py_with = lora_id)] lora_id: Option<&str>,
         extra_keys: Option<ExtraKeys>,
     ) -> PyResult<usize> {
         let options = Options { cache_salt, lora_id, extra_keys, ..Options::default() };

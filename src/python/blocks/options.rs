@@ -2,7 +2,7 @@
 
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyMapping, PySequence, PyString};
+use pyo3::types::{PyBytes, PyDict, PyInt, PyMapping, PySequence, PyString};
 
 use crate::manager::RequestOptions;
 use crate::python::convert::{number, push, type_name};
@@ -25,6 +25,28 @@ impl<'py> FromPyObject<'_, 'py> for TextOrBytes {
         let given = type_name(&object);
         Err(PyTypeError::new_err(format!("a str or bytes is wanted, not {given}")))
     }
+}
+
+/// A salt is text, if there is one.
+pub(super) fn cache_salt<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Option<&'a str>> {
+    object.extract().map_err(|error| no_text(object, error, ""))
+}
+
+/// An adapter is named by text, if there is one.
+pub(super) fn lora_id<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Option<&'a str>> {
+    object.extract().map_err(|error| no_text(object, error, lora_id_hint(object)))
+}
+
+/// What to do with the number of an adapter.
+pub(super) fn lora_id_hint(object: &Bound<'_, PyAny>) -> &'static str {
+    if object.is_instance_of::<PyInt>() { ": pass str(id)" } else { "" }
+}
+
+fn no_text(object: &Bound<'_, PyAny>, error: PyErr, hint: &str) -> PyErr {
+    if !error.is_instance_of::<PyTypeError>(object.py()) {
+        return error;
+    }
+    PyTypeError::new_err(format!("a str is wanted, not {}{hint}", type_name(object)))
 }
 
 /// The index of a block and its keys, for some blocks in ascending order.
