@@ -11,6 +11,7 @@ from threading import active_count as _active_count
 
 from kvspan import errors
 from kvspan._kvspan import (
+    AttentionPool,
     BlockCopy,
     BlockPicture,
     BlockTable,
@@ -32,11 +33,13 @@ from kvspan._kvspan import (
     TensorView,
     __version__,
     _after_fork_in_child,
+    attention,
 )
 from kvspan.errors import KvCacheError
 from kvspan.handle import KvCacheHandle
 
 __all__ = [
+    "AttentionPool",
     "BlockCopy",
     "BlockPicture",
     "BlockTable",
@@ -59,6 +62,7 @@ __all__ = [
     "SequenceReport",
     "TensorView",
     "__version__",
+    "attention",
     "errors",
 ]
 

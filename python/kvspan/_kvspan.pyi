@@ -24,6 +24,7 @@ from typing_extensions import Buffer, CapsuleType
 from kvspan.handle import KvCacheHandle
 
 __all__ = [
+    "AttentionPool",
     "BlockCopy",
     "BlockPicture",
     "BlockTable",
@@ -45,6 +46,7 @@ __all__ = [
     "TensorView",
     "__version__",
     "_after_fork_in_child",
+    "attention",
 ]
 
 __version__: str
@@ -923,6 +925,35 @@ class CacheHandleStats:
     @property
     def last_access(self) -> float:
         """When the handle was last used."""
+
+@final
+class AttentionPool:
+    """Threads that compute attention."""
+
+    def __new__(cls, num_threads: SupportsIndex) -> Self: ...
+    @property
+    def num_threads(self) -> int:
+        """How many threads compute, the caller's among them."""
+    @property
+    def instructions(self) -> str:
+        """What the processor offers and is used."""
+
+_Attended: TypeAlias = LayerKvCache | KVSpan | PagedSpan | KvCacheHandle
+
+def attention(
+    query: _Memory,
+    cache: _Attended | list[_Attended] | tuple[_Attended, ...],
+    layer: SupportsIndex | None = None,
+    *,
+    scale: SupportsFloat | None = None,
+    causal: bool = True,
+    window: SupportsIndex | None = None,
+    softcap: SupportsFloat | None = None,
+    query_lens: _Indices | None = None,
+    out: _Memory | None = None,
+    pool: AttentionPool | None = None,
+) -> Any:
+    """Returns softmax(query @ keys * scale) @ values."""
 
 def _after_fork_in_child(had_threads: bool) -> None:
     """Marks all existing objects as the parent's."""

@@ -24,6 +24,7 @@ __all__ = [
     "LayerOutOfRangeError",
     "LayersDifferError",
     "NoStorageError",
+    "NoThreadsError",
     "NotInitializedError",
     "OutOfBlocksError",
     "OutOfMemoryError",
@@ -220,6 +221,13 @@ class LayersDifferError(KvCacheError, ValueError):
 
 class NoStorageError(KvCacheError, RuntimeError):
     """A manager that keeps count of blocks alone was asked for their content."""
+
+
+class NoThreadsError(KvCacheError, RuntimeError):
+    """The system does not give the ``num_threads`` threads of a pool, the caller's among them."""
+
+    _fields = ("num_threads",)
+    num_threads: int
 
 
 class BlocksInUseError(KvCacheError, RuntimeError):

@@ -8,6 +8,9 @@ use fearless_simd::Level;
 
 use crate::error::{KvError, Result};
 
+/// Nothing that runs today makes use of more, and some systems would start a hundred thousand.
+const MAX_THREADS: usize = 4096;
+
 /// The threads that compute attention, and the instructions they use.
 ///
 /// The thread that makes a call computes as well, so that a pool of one thread has none of its own.
@@ -47,7 +50,7 @@ impl AttentionPool {
     /// # Errors
     ///
     /// [`KvError::InvalidConfig`] for no threads; [`KvError::NoThreads`] if the system does not give
-    /// them.
+    /// them, or for more than 4096.
     pub fn new(num_threads: usize) -> Result<Self> {
         Self::with_level(num_threads, Level::new())
     }
@@ -68,6 +71,9 @@ impl AttentionPool {
     fn with_level(num_threads: usize, level: Level) -> Result<Self> {
         if num_threads == 0 {
             return Err(KvError::InvalidConfig { field: "num_threads" });
+        }
+        if num_threads > MAX_THREADS {
+            return Err(KvError::NoThreads { num_threads });
         }
         let builder = rayon::ThreadPoolBuilder::new()
             .num_threads(num_threads - 1)

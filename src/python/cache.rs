@@ -107,6 +107,11 @@ impl PyLayerKvCache {
         })
     }
 
+    /// All tokens there are.
+    pub(super) fn pin_all(&self, py: Python<'_>) -> PyResult<AnyPinnedSpan> {
+        self.pin(py, 0, None)
+    }
+
     fn pin_token(&self, py: Python<'_>, token_idx: NumTokens) -> PyResult<AnyPinnedSpan> {
         self.pin(py, token_idx.0, Some(token_idx.0.saturating_add(1)))
     }

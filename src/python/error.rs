@@ -32,6 +32,7 @@ import_exceptions!(
     LayerOutOfRangeError,
     LayersDifferError,
     NoStorageError,
+    NoThreadsError,
     NotInitializedError,
     OutOfBlocksError,
     OutOfMemoryError,
@@ -136,7 +137,7 @@ fn to_python(error: &KvError, message: String) -> PyErr {
         }
         KvError::TokenMismatch { token } => TokenMismatchError::new_err((message, *token)),
         KvError::NoStorage => NoStorageError::new_err((message,)),
-        KvError::NoThreads { .. } => KvCacheError::new_err((message,)),
+        KvError::NoThreads { num_threads } => NoThreadsError::new_err((message, *num_threads)),
         KvError::Corrupted { what, recorded, counted } => {
             CorruptedError::new_err((message, *what, *recorded, *counted))
         }

@@ -7,6 +7,7 @@
 #![expect(clippy::doc_markdown, reason = "doc comments of Python classes are Python's docstrings")]
 #![expect(clippy::unused_self, reason = "methods and properties of Python objects take self")]
 
+mod attention;
 mod blocks;
 mod buffer;
 mod cache;
@@ -27,6 +28,8 @@ use pyo3::prelude::*;
 mod _kvspan {
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use super::attention::{PyAttentionPool, attention};
     #[pymodule_export]
     use super::blocks::{
         PyBlockCopy, PyBlockPicture, PyBlockTable, PyCacheHandleStats, PyCacheTensor,

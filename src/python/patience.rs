@@ -12,7 +12,7 @@ use crate::memory::{Deadline, Patience};
 const ATTACHED_COPY_BYTES: usize = 64 * 1024;
 
 /// How long a wait goes on between two looks for signals.
-const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
+pub(super) const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Whether so many bytes are copied detached.
 pub(super) fn is_long_copy(bytes: usize) -> bool {

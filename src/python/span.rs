@@ -5,7 +5,7 @@ use std::ops::Range;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use super::buffer::{Lease, PyTensorView, Side, Tensor};
+use super::buffer::{Lease, PyTensorView, Side, SpanMemory, Tensor};
 use super::typed::{AnyPinnedSpan, each};
 use crate::dtype::DType;
 
@@ -43,6 +43,11 @@ impl PyKVSpan {
         let (range, num_heads, head_dim) =
             each!(&pinned, pinned => (pinned.range(), pinned.num_heads(), pinned.head_dim()));
         Ok(Self { range, num_heads, head_dim, dtype, lease: Lease::pinned(py, pinned)? })
+    }
+
+    /// What holds the tokens.
+    pub(super) fn memory(&self, py: Python<'_>) -> PyResult<Py<SpanMemory>> {
+        self.lease.memory(py)
     }
 
     /// The piece of a sequence that lies in one block.

@@ -10,6 +10,7 @@ use super::table::PyBlockTable;
 use super::tensor::PyCacheTensor;
 use super::typed::AnyContiguousHandle;
 use crate::error::KvError;
+use crate::handle::TensorRef;
 use crate::python::buffer::{Foreign, Tokens, Wanted};
 use crate::python::cache::PyLayerKvCache;
 use crate::python::config::PyKVCacheConfig;
@@ -65,6 +66,15 @@ impl PyContiguousKvCacheHandle {
     fn with_handle(config: PyKVCacheConfig, handle: AnyContiguousHandle) -> Self {
         let (num_layers, cache_id) = (handle.num_layers(), handle.cache_id());
         Self { config, num_layers, cache_id, handle: Guarded::new(handle) }
+    }
+
+    /// The keys and the values of a layer.
+    pub(in crate::python) fn tensors(
+        &self,
+        py: Python<'_>,
+        layer: Layer,
+    ) -> PyResult<(Option<TensorRef>, Option<TensorRef>)> {
+        self.handle.read(py, |handle| handle.kv_cache(layer.0))
     }
 }
 
@@ -196,7 +206,7 @@ impl PyContiguousKvCacheHandle {
         py: Python<'_>,
         layer: Layer,
     ) -> PyResult<(Option<PyCacheTensor>, Option<PyCacheTensor>)> {
-        let (keys, values) = self.handle.read(py, |handle| handle.kv_cache(layer.0))?;
+        let (keys, values) = self.tensors(py, layer)?;
         Ok((PyCacheTensor::of_layer(py, keys)?, PyCacheTensor::of_layer(py, values)?))
     }
 

@@ -12,6 +12,7 @@ use super::table::PyBlockTable;
 use super::tensor::PyCacheTensor;
 use super::typed::{AnyPagedHandle, Changing, Reading};
 use crate::error::{KvError, Result};
+use crate::handle::TensorRef;
 use crate::python::convert::{Layer, in_entry, push, type_name};
 use crate::python::error::InvalidInputError;
 
@@ -47,6 +48,15 @@ pub(in crate::python) struct PyPagedKvCacheHandle {
 impl PyPagedKvCacheHandle {
     pub(super) fn new(manager: Py<PyKvCacheManager>, handle: AnyPagedHandle) -> Self {
         Self { manager, cache_id: handle.cache_id(), handle: Guarded::new(handle) }
+    }
+
+    /// The keys and the values of a layer.
+    pub(in crate::python) fn tensors(
+        &self,
+        py: Python<'_>,
+        layer: Layer,
+    ) -> PyResult<(Option<TensorRef>, Option<TensorRef>)> {
+        self.handle.read(py, |handle| handle.kv_cache(layer.0))
     }
 }
 
@@ -254,7 +264,7 @@ impl PyPagedKvCacheHandle {
         py: Python<'_>,
         layer: Layer,
     ) -> PyResult<(Option<PyCacheTensor>, Option<PyCacheTensor>)> {
-        let (keys, values) = self.handle.read(py, |handle| handle.kv_cache(layer.0))?;
+        let (keys, values) = self.tensors(py, layer)?;
         Ok((PyCacheTensor::of_layer(py, keys)?, PyCacheTensor::of_layer(py, values)?))
     }
 

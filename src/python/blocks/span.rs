@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyList, PyTuple};
 
 use crate::dtype::DType;
-use crate::python::buffer::Lease;
+use crate::python::buffer::{Lease, SpanMemory};
 use crate::python::span::PyKVSpan;
 use crate::python::typed::{AnyPagedSpan, each};
 
@@ -53,6 +53,11 @@ impl PyPagedSpan {
             }),
             lease: Lease::paged(py, span)?,
         })
+    }
+
+    /// What holds the tokens.
+    pub(in crate::python) fn memory(&self, py: Python<'_>) -> PyResult<Py<SpanMemory>> {
+        self.lease.memory(py)
     }
 }
 

@@ -51,6 +51,11 @@ impl PyCacheTensor {
         tensor.map(|tensor| Self::new(py, tensor)).transpose()
     }
 
+    /// The core's tensor.
+    pub(in crate::python) fn tensor(&self, py: Python<'_>) -> PyResult<TensorRef> {
+        self.lease.memory(py)?.get().whole_tensor()
+    }
+
     /// One piece, of which the side means nothing.
     fn piece<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Tensor<'py>> {
         self.lease.piece(py, index)?.tensor(py, Side::Keys)

@@ -15,7 +15,8 @@ use pyo3::types::PyMemoryView;
 use super::array::bfloat16;
 use super::dlpack::{Found, Imported};
 use crate::dtype::{DType, Element, bf16, f16};
-use crate::memory::{Source, Target};
+use crate::error::{KvError, Result};
+use crate::memory::{Run, Source, Target};
 use crate::python::error::{InvalidInputError, KvCacheError};
 
 /// C-contiguous memory of a NumPy array, a buffer or a DLPack exporter, of the elements of a cache or
@@ -93,6 +94,18 @@ impl<'a> Values<'a> {
             // SAFETY: likewise.
             First::BF16(first) => unsafe { Source::from_raw(first, len) },
         }
+    }
+
+    /// A copy of memory that was checked for `float32`.
+    pub(in crate::python) fn to_vec(self) -> Result<Vec<f32>> {
+        let Memory { first, len } = self.memory;
+        let First::F32(first) = first else { unreachable!("it was checked for float32") };
+        let (mut copy, bytes) = (Vec::new(), len.saturating_mul(size_of::<f32>()));
+        copy.try_reserve_exact(len).map_err(|_| KvError::OutOfMemory { bytes })?;
+        copy.resize(len, 0.0);
+        // SAFETY: the type's invariant.
+        unsafe { Run::from_raw(first, len) }.copy(&mut copy);
+        Ok(copy)
     }
 }
 
@@ -284,6 +297,16 @@ impl<'a, 'py> Room<'a, 'py> {
         let wanted = names.map(|name| Wanted { name, dtype, tokens, heads, dim });
         let (first, second) = Foreign::pair(objects, wanted)?;
         Ok((Self(first), Self(second)))
+    }
+
+    /// Takes what was opened for [`Tokens::Room`].
+    pub(in crate::python) fn of(opened: Opened<'a, 'py>) -> PyResult<Self> {
+        assert!(opened.wanted.tokens == Tokens::Room, "it was asked for memory to write to");
+        opened.look().map(Self)
+    }
+
+    pub(in crate::python) fn len(&self) -> usize {
+        self.0.len()
     }
 
     /// The memory as something to copy to.

@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
+use crate::attention::Context;
 use crate::dtype::{DType, Element};
 use crate::handle::{PagedSpan, TensorLike, TensorRef};
 use crate::layer::{KVSpan, ReservedSpan};
@@ -137,7 +138,12 @@ impl Lease {
         self.memory(py)?.get().0.get().map(|_| ())
     }
 
-    fn memory(&self, py: Python<'_>) -> PyResult<Py<SpanMemory>> {
+    /// What holds the memory, with a share of its own.
+    ///
+    /// # Errors
+    ///
+    /// `ReleasedError` if the lease is over.
+    pub(in crate::python) fn memory(&self, py: Python<'_>) -> PyResult<Py<SpanMemory>> {
         self.0.lock().as_ref().map(|memory| memory.clone_ref(py)).ok_or_else(over)
     }
 
@@ -251,6 +257,38 @@ impl SpanMemory {
         }
         let readonly = !matches!(memory.get().0.get()?, Owner::Reserved(_));
         Ok(Tensor { memory, data, layout: Layout { side, part, dtype, readonly, axes, num_axes } })
+    }
+
+    /// The keys and values of pinned rows, to be attended to.
+    ///
+    /// # Errors
+    ///
+    /// `ReleasedError` if it holds none, `ForkedError` in a child.
+    pub(in crate::python) fn context(&self) -> PyResult<Context<'_>> {
+        let context = match self.0.get()? {
+            Owner::Pinned(pinned) => each!(pinned, pinned => Context::of_span(pinned.span())),
+            Owner::Paged(span) => each!(span, span => Context::of_paged(span)),
+            Owner::Piece { whole, index } => return whole.get().context_of_piece(*index),
+            Owner::Reserved(_) | Owner::Tensor(_) => return Err(over()),
+        };
+        Ok(context?)
+    }
+
+    fn context_of_piece(&self, index: usize) -> PyResult<Context<'_>> {
+        let Owner::Paged(span) = self.0.get()? else { return Err(over()) };
+        Ok(each!(span, span => Context::of_span(span.segment(index).ok_or_else(over)?))?)
+    }
+
+    /// The tensor that it holds.
+    ///
+    /// # Errors
+    ///
+    /// `ReleasedError` if it holds none, `ForkedError` in a child.
+    pub(in crate::python) fn whole_tensor(&self) -> PyResult<TensorRef> {
+        match self.0.get()? {
+            Owner::Tensor(tensor) => Ok(TensorRef::clone(tensor)),
+            _ => Err(over()),
+        }
     }
 
     /// Where the rows are, as long as this lives.

@@ -20,6 +20,6 @@ pub(super) use array::new_array;
 pub(super) use call::call;
 pub(super) use dlpack::{CPU, Request};
 pub(super) use foreign::{Foreign, Opened, Room, Tokens, Values, ValuesMut, Wanted};
-pub(super) use lease::{Layout, Lease, Side, Tensor};
+pub(super) use lease::{Layout, Lease, Side, SpanMemory, Tensor};
 pub(super) use token_ids::{IdRows, TokenIds, ids};
 pub(super) use view::PyTensorView;
