@@ -513,6 +513,11 @@ fn a_span_whose_fields_were_changed_is_refused() {
 fn a_pool_needs_a_thread_and_says_what_it_is() {
     let error = KvError::InvalidConfig { field: "num_threads" };
     assert_eq!(AttentionPool::new(0).err(), Some(error));
+    for num_threads in [4097, usize::MAX] {
+        let error = KvError::NoThreads { num_threads };
+        assert_eq!(error.to_string(), format!("cannot start {num_threads} threads"));
+        assert_eq!(AttentionPool::new(num_threads).err(), Some(error));
+    }
     let pool = AttentionPool::with_instructions(2, Instructions::Portable).unwrap().unwrap();
     assert_eq!(format!("{pool:?}"), "AttentionPool { num_threads: 2, instructions: Portable, .. }");
 }
