@@ -74,10 +74,10 @@ impl<T: Element> Stored<'_, T> {
 impl<T: Element> StoredMut<'_, T> {
     /// Makes the elements those nearest to `numbers`, of which there are as many.
     ///
-    /// They are read once more than [`Source::check`] has read them, and for a scale twice. If others
-    /// write to them in between, then the elements may be of some numbers before and some after, as of
-    /// floats, but of no others: a scale is finite whatever it is made of, what is too large for it by
-    /// now is clamped, and NaN becomes 0. What is read later is finite, and never what nobody wrote.
+    /// They are read again after [`Source::check`], and for the scale of a long head once more. If others
+    /// write to them in between, what holds is this: a scale is finite whatever it is made of, what is
+    /// too large for it by now is clamped, and NaN becomes 0. So what is stored is finite, and no more
+    /// than its scale allows.
     // Out of the way of those who copy.
     #[inline(never)]
     fn round(self, numbers: Run<'_, f32>) {
