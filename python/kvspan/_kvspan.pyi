@@ -658,13 +658,13 @@ class CacheTensor:
         """Where the elements are."""
     @property
     def num_segments(self) -> int:
-        """Number of pieces."""
+        """Number of segments."""
     @property
     def segments(self) -> list[_Array]:
-        """The pieces in order."""
+        """The segments in order."""
     @property
     def scales(self) -> list[_Float32Array] | None:
-        """What the heads of int8 pieces are multiplied by."""
+        """What the heads of int8 segments are multiplied by."""
     @property
     def released(self) -> bool:
         """Whether the tensor is over."""
@@ -694,10 +694,10 @@ class PagedSpan:
 
     @property
     def segments(self) -> list[KVSpan]:
-        """The pieces in order."""
+        """The segments in order."""
     @property
     def num_segments(self) -> int:
-        """Number of pieces."""
+        """Number of segments."""
     @property
     def start(self) -> int:
         """Position of the first token in the sequence."""

@@ -10,7 +10,7 @@ mod table;
 
 pub use pool::{BlockPool, BlockState};
 pub use table::BlockTable;
-pub(crate) use table::pieces;
+pub(crate) use table::segments;
 
 use crate::error::{KvError, Result};
 

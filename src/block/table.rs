@@ -236,13 +236,13 @@ impl BlockTable {
         // In a decode step it is the last block, and to divide would take as long as all the rest.
         let is_in_last = start >= last * self.block_size;
         let index = if is_in_last { last } else { start / self.block_size };
-        for (index, piece) in pieces_from(index, range, self.block_size) {
+        for (index, segment) in segments_from(index, range, self.block_size) {
             let block = self.physical_blocks[index];
             let overflow =
-                || KvError::SlotOverflow { token: index * self.block_size + piece.end - 1 };
-            let last = block.slot(self.block_size, piece.end - 1).ok_or_else(overflow)?;
-            let first = last - (piece.len() - 1);
-            slots.extend((0..piece.len()).map(|place| first + place));
+                || KvError::SlotOverflow { token: index * self.block_size + segment.end - 1 };
+            let last = block.slot(self.block_size, segment.end - 1).ok_or_else(overflow)?;
+            let first = last - (segment.len() - 1);
+            slots.extend((0..segment.len()).map(|place| first + place));
         }
         Ok(())
     }
@@ -297,15 +297,15 @@ impl BlockTable {
 /// The blocks that a range of tokens lies in, by index, and which slots of each.
 ///
 /// `block_size` is at least 1.
-pub(crate) fn pieces(
+pub(crate) fn segments(
     range: Range<usize>,
     block_size: usize,
 ) -> impl Iterator<Item = (usize, Range<usize>)> + Clone {
-    pieces_from(range.start / block_size, range, block_size)
+    segments_from(range.start / block_size, range, block_size)
 }
 
 /// The same of a range that begins in the block `index`.
-fn pieces_from(
+fn segments_from(
     mut index: usize,
     range: Range<usize>,
     block_size: usize,
@@ -316,9 +316,9 @@ fn pieces_from(
             return None;
         }
         let first = index * block_size;
-        let piece = (index, start - first..(range.end - first).min(block_size));
+        let segment = (index, start - first..(range.end - first).min(block_size));
         (index, start) = (index + 1, first.saturating_add(block_size));
-        Some(piece)
+        Some(segment)
     })
 }
 

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 
 use super::tensor::{Plane, PlaneOf};
 use super::{CacheHandleStats, Device, KvCacheHandle, TensorRef};
-use crate::block::{BlockTable, pieces};
+use crate::block::{BlockTable, segments};
 use crate::dtype::Element;
 use crate::error::{KvError, Result};
 use crate::ids::share;
@@ -306,7 +306,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
         self.check_table(&entered)?;
         self.check_read(layer, range.start, range.end)?;
         let mut done = 0;
-        for (index, slots) in pieces(range, self.table.block_size) {
+        for (index, slots) in segments(range, self.table.block_size) {
             let elements = done..done + slots.len() * width;
             done = elements.end;
             let at = BlockSlots { block: self.table.physical_blocks[index], layer, slots };
@@ -455,7 +455,7 @@ fn write_rows<T: Element>(
 ) -> Result<()> {
     let width = rows.geometry().width;
     let mut done = 0;
-    for (index, slots) in pieces(tokens, table.block_size) {
+    for (index, slots) in segments(tokens, table.block_size) {
         let elements = done..done + slots.len() * width;
         done = elements.end;
         let at = BlockSlots { block: table.physical_blocks[index], layer, slots };
@@ -594,7 +594,7 @@ impl<T: Element> PagedSpan<T> {
         [self.len(), num_heads, head_dim]
     }
 
-    /// Returns the number of contiguous pieces: one for each block.
+    /// Returns the number of contiguous segments: one for each block.
     pub fn num_segments(&self) -> usize {
         self.pinned.rows().len()
     }
@@ -609,7 +609,7 @@ impl<T: Element> PagedSpan<T> {
         Some(KVSpan::new(shape.token_shape(), start..end, stored))
     }
 
-    /// Returns all pieces in order.
+    /// Returns all segments in order.
     pub fn segments(&self) -> impl Iterator<Item = KVSpan<'_, T>> {
         (0..self.num_segments()).filter_map(|index| self.segment(index))
     }

@@ -86,19 +86,19 @@ pub(super) struct PlaneOf<S> {
     pub(super) plane: Plane,
 }
 
-/// An owned span, in one or more pieces.
-pub(super) trait Pieces: Send + Sync + fmt::Debug {
+/// An owned span, in one or more segments.
+pub(super) trait Segments: Send + Sync + fmt::Debug {
     type Element: Element;
 
-    fn num_pieces(&self) -> usize;
+    fn num_segments(&self) -> usize;
 
-    fn piece(&self, index: usize) -> Option<KVSpan<'_, Self::Element>>;
+    fn segment(&self, index: usize) -> Option<KVSpan<'_, Self::Element>>;
 
     /// Of the whole.
     fn shape(&self) -> [usize; 3];
 }
 
-impl<S: Pieces> TensorLike for PlaneOf<S> {
+impl<S: Segments> TensorLike for PlaneOf<S> {
     fn shape(&self) -> [usize; 3] {
         self.span.shape()
     }
@@ -112,11 +112,11 @@ impl<S: Pieces> TensorLike for PlaneOf<S> {
     }
 
     fn num_segments(&self) -> usize {
-        self.span.num_pieces()
+        self.span.num_segments()
     }
 
     fn segment(&self, index: usize) -> Option<&[u8]> {
-        let span = self.span.piece(index)?;
+        let span = self.span.segment(index)?;
         Some(bytemuck::cast_slice(match self.plane {
             Plane::Keys => span.keys,
             Plane::Values => span.values,
@@ -124,7 +124,7 @@ impl<S: Pieces> TensorLike for PlaneOf<S> {
     }
 
     fn scales(&self, index: usize) -> Option<&[f32]> {
-        let span = self.span.piece(index)?;
+        let span = self.span.segment(index)?;
         let scales = match self.plane {
             Plane::Keys => span.key_scales,
             Plane::Values => span.value_scales,
@@ -133,15 +133,15 @@ impl<S: Pieces> TensorLike for PlaneOf<S> {
     }
 }
 
-impl<T: Element> Pieces for PinnedSpan<T> {
+impl<T: Element> Segments for PinnedSpan<T> {
     type Element = T;
 
-    fn num_pieces(&self) -> usize {
+    fn num_segments(&self) -> usize {
         usize::from(!self.is_empty())
     }
 
-    fn piece(&self, index: usize) -> Option<KVSpan<'_, T>> {
-        (index < self.num_pieces()).then(|| self.span())
+    fn segment(&self, index: usize) -> Option<KVSpan<'_, T>> {
+        (index < self.num_segments()).then(|| self.span())
     }
 
     fn shape(&self) -> [usize; 3] {
@@ -150,14 +150,14 @@ impl<T: Element> Pieces for PinnedSpan<T> {
     }
 }
 
-impl<T: Element> Pieces for PagedSpan<T> {
+impl<T: Element> Segments for PagedSpan<T> {
     type Element = T;
 
-    fn num_pieces(&self) -> usize {
+    fn num_segments(&self) -> usize {
         self.num_segments()
     }
 
-    fn piece(&self, index: usize) -> Option<KVSpan<'_, T>> {
+    fn segment(&self, index: usize) -> Option<KVSpan<'_, T>> {
         self.segment(index)
     }
 

@@ -50,8 +50,8 @@ impl PyKVSpan {
         self.lease.memory(py)
     }
 
-    /// The piece of a sequence that lies in one block.
-    pub(super) fn of_piece(
+    /// The segment of a sequence that lies in one block.
+    pub(super) fn of_segment(
         range: Range<usize>,
         [num_heads, head_dim]: [usize; 2],
         dtype: DType,

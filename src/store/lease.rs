@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use super::report::BlockCopy;
 use super::state::{Grant, cache_id, stale};
 use super::{Copies, Store};
-use crate::block::pieces;
+use crate::block::segments;
 use crate::dtype::Element;
 use crate::error::{KvError, Result};
 use crate::ids::{BlockId, serial_number};
@@ -107,7 +107,7 @@ impl<'a> Growth<'a> {
         &self,
         grant: &Grant,
     ) -> impl Iterator<Item = (BlockId, Range<usize>)> {
-        pieces(self.dirty.clone(), self.block_size).map(move |(block_index, slots)| {
+        segments(self.dirty.clone(), self.block_size).map(move |(block_index, slots)| {
             let is_here = |(id, copy): &&(u64, BlockCopy)| {
                 *id == self.fence.id && copy.block_index == block_index
             };
@@ -124,7 +124,7 @@ fn wants(
     layer: Option<usize>,
     tokens: Range<usize>,
 ) -> impl Iterator<Item = Want> {
-    pieces(tokens, block_size).map(move |(block_index, slots)| {
+    segments(tokens, block_size).map(move |(block_index, slots)| {
         let block = blocks[block_index];
         Want { id, block_index, block, layer, slots }
     })
@@ -242,12 +242,12 @@ impl<T: Element> Lease<T> {
         _entered: &Entered<'_>,
     ) -> Result<PinnedBlocks<T>> {
         let rows = self.store.rows()?;
-        let pieces = pieces(tokens, self.store.shape.block_size);
-        let indices = pieces.clone().map(|(index, _)| index);
+        let segments = segments(tokens, self.store.shape.block_size);
+        let indices = segments.clone().map(|(index, _)| index);
         let blocks = self.store.state.lock().pin(self.id(), indices)?;
         // From here on the pins in the pool are given back whatever happens.
         let mut pinned = PinnedBlocks { store: Arc::clone(&self.store), rows: Vec::new(), blocks };
-        for (&block, (_, slots)) in pinned.blocks.iter().zip(pieces) {
+        for (&block, (_, slots)) in pinned.blocks.iter().zip(segments) {
             pinned.rows.push(rows.pin(BlockSlots { block, layer, slots })?);
         }
         Ok(pinned)

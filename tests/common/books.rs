@@ -49,7 +49,7 @@ pub(crate) struct Sequence {
 #[derive(Clone, Debug)]
 pub(crate) struct View {
     pub(crate) layer: usize,
-    pub(crate) pieces: Vec<(usize, Range<usize>)>,
+    pub(crate) segments: Vec<(usize, Range<usize>)>,
     pub(crate) numbers: Vec<f32>,
 }
 
@@ -109,16 +109,16 @@ impl Sequence {
 }
 
 /// Which blocks a range of tokens touches, by index, and which slots of them.
-fn pieces(range: Range<usize>) -> Vec<(usize, Range<usize>)> {
-    let mut pieces = Vec::<(usize, Range<usize>)>::new();
+fn segments(range: Range<usize>) -> Vec<(usize, Range<usize>)> {
+    let mut segments = Vec::<(usize, Range<usize>)>::new();
     for position in range {
         let (index, slot) = (position / BLOCK_SIZE, position % BLOCK_SIZE);
-        match pieces.last_mut().filter(|(last, _)| *last == index) {
+        match segments.last_mut().filter(|(last, _)| *last == index) {
             Some((_, slots)) => slots.end = slot + 1,
-            None => pieces.push((index, slot..slot + 1)),
+            None => segments.push((index, slot..slot + 1)),
         }
     }
-    pieces
+    segments
 }
 
 impl Books {
@@ -276,7 +276,7 @@ impl Books {
         let sequence = &self.sequences[at];
         let (len, num_blocks) = (sequence.len(), sequence.blocks.len());
         let inside = len..(len + additional).min(num_blocks * BLOCK_SIZE);
-        let wants = pieces(inside).into_iter();
+        let wants = segments(inside).into_iter();
         let wants = wants.map(|(index, slots)| (at, index, 0..NUM_LAYERS, slots)).collect();
         let num_new = (len + additional).div_ceil(BLOCK_SIZE).saturating_sub(num_blocks);
         let (copies, new) = self.prepare(wants, num_new)?;
@@ -314,8 +314,8 @@ impl Books {
         if end > len {
             return Err(KvError::RangeOutOfBounds { start, end, len });
         }
-        let pieces = pieces(range).into_iter();
-        Ok(pieces.map(|(index, slots)| (at, index, layers.clone(), slots)).collect())
+        let segments = segments(range).into_iter();
+        Ok(segments.map(|(index, slots)| (at, index, layers.clone(), slots)).collect())
     }
 
     /// Who is to change rows that others see gets a block of its own; and there are new ones as well.
@@ -360,7 +360,7 @@ impl Books {
             *viewed == block && rows.start < slots.end && slots.start < rows.end
         };
         let mut views = self.views.iter().filter(|view| layers.contains(&view.layer));
-        views.any(|view| view.pieces.iter().any(overlaps))
+        views.any(|view| view.segments.iter().any(overlaps))
     }
 
     pub(crate) fn truncate(&mut self, at: usize, new_len: usize) -> Result<Option<Copy>> {
@@ -481,18 +481,18 @@ impl Books {
             return Err(KvError::RangeOutOfBounds { start, end, len });
         }
         let numbers = sequence.rows[layer][start..end].to_vec();
-        let pieces = pieces(start..end).into_iter();
-        let pieces =
-            pieces.map(|(index, slots)| (sequence.blocks[index], slots)).collect::<Vec<_>>();
-        for (block, _) in &pieces {
+        let segments = segments(start..end).into_iter();
+        let segments =
+            segments.map(|(index, slots)| (sequence.blocks[index], slots)).collect::<Vec<_>>();
+        for (block, _) in &segments {
             self.block(*block).pins += 1;
         }
-        self.views.push(View { layer, pieces, numbers });
+        self.views.push(View { layer, segments, numbers });
         Ok(())
     }
 
     pub(crate) fn drop_view(&mut self, at: usize) {
-        for (block, _) in self.views.remove(at).pieces.into_iter().rev() {
+        for (block, _) in self.views.remove(at).segments.into_iter().rev() {
             self.block(block).pins -= 1;
             self.enqueue_if_unused(block);
         }

@@ -82,7 +82,7 @@ class View:
     numbers: list
 
 
-def pieces(start, end):
+def segments(start, end):
     """Which blocks the tokens touch, by index, and which slots of them."""
     touched = {}
     for position in range(start, end):
@@ -217,7 +217,7 @@ class ManagerModel:
         needs = []
         for sequence, count in additional:
             capacity, end = len(sequence.blocks) * BLOCK_SIZE, len(sequence) + count
-            inside = pieces(len(sequence), min(end, capacity))
+            inside = segments(len(sequence), min(end, capacity))
             wants = [(index, range(NUM_LAYERS), slots) for index, slots in inside]
             needs.append((sequence, wants, max(blocks_for(end) - len(sequence.blocks), 0)))
         copies = self.prepare(needs)
@@ -232,7 +232,7 @@ class ManagerModel:
             end = start + len(numbers)
             if end > len(sequence):
                 raise RefusedError(OutOfRangeError, start=start, end=end, len=len(sequence))
-            wants = [(index, [layer], slots) for index, slots in pieces(start, end)]
+            wants = [(index, [layer], slots) for index, slots in segments(start, end)]
             needs.append((sequence, wants, 0))
         self.prepare(needs)
         for sequence, start, numbers in writes:
@@ -243,7 +243,7 @@ class ManagerModel:
     def prepare_write(self, sequence, start, end):
         if end > len(sequence):
             raise RefusedError(OutOfRangeError, start=start, end=end, len=len(sequence))
-        wants = [(index, range(NUM_LAYERS), slots) for index, slots in pieces(start, end)]
+        wants = [(index, range(NUM_LAYERS), slots) for index, slots in segments(start, end)]
         copies = self.prepare([(sequence, wants, 0)])
         if start < end:
             sequence.note_write(start)
@@ -374,7 +374,7 @@ class ManagerModel:
     def view(self, sequence, layer, start, end):
         if start > end or end > len(sequence):
             raise RefusedError(OutOfRangeError, start=start, end=end)
-        places = [(sequence.blocks[index], slots) for index, slots in pieces(start, end)]
+        places = [(sequence.blocks[index], slots) for index, slots in segments(start, end)]
         for number, _ in places:
             self.blocks[number].pins += 1
         view = View(layer, places, sequence.rows[layer][start:end])

@@ -35,7 +35,7 @@ def serve(manager, tokens, name=None):
     with manager.allocate(tokens, name, lookahead=2) as handle:
         compute(manager, handle, tokens, handle.num_cached_tokens)
         span = manager.view(handle, 0)
-        arrays = [piece.keys for piece in span]
+        arrays = [segment.keys for segment in span]
         fork = manager.fork(handle)
         manager.extend(fork, 3)
         manager.write_many(1, [handle, fork], [0, 1], *rows_of([5, 6]))
@@ -163,10 +163,10 @@ def test_cycles_of_everything_are_collected(manager):
         node = Node()
         node.handle = start(manager, PROMPT)
         node.span = manager.view(node.handle, 0)
-        node.piece = node.span.segments[1]
-        node.array = node.piece.keys[1:].view()
+        node.segment = node.span.segments[1]
+        node.array = node.segment.keys[1:].view()
         node.tensor = node.handle.key_cache(0)
-        node.capsule = node.piece.value_view.__dlpack__(max_version=(1, 0))
+        node.capsule = node.segment.value_view.__dlpack__(max_version=(1, 0))
         node.iterator = iter(node.span)
         node.bound = node.handle.close
         node.itself = node
@@ -221,8 +221,8 @@ def test_no_stale_byte_is_seen_in_a_recycled_block():
     def check_zero(handle, start):
         for layer in range(2):
             span = manager.view(handle, layer, start)
-            for piece in span:
-                assert not piece.keys.any() and not piece.values.any()
+            for segment in span:
+                assert not segment.keys.any() and not segment.values.any()
             for tensor in handle.kv_cache(layer):
                 assert not tensor.numpy()[start:].any()
 
@@ -292,8 +292,10 @@ def hammer(manager, seconds, in_between=lambda: None):
                 held.clear()
             except (StaleHandleError, kvspan.errors.RequestExistsError):
                 pass
-            for pieces, numbers in held:
-                found = [number for piece in pieces for number in piece.keys[:, 0, 0].tolist()]
+            for segments, numbers in held:
+                found = [
+                    number for segment in segments for number in segment.keys[:, 0, 0].tolist()
+                ]
                 assert found == numbers, "a view changed"
             del held[:-3]
             with suppress(UnknownRequestError):

@@ -50,7 +50,7 @@ def test_threads_that_share_a_prefix_read_what_they_computed():
                 manager.truncate(handle, 3)
                 assert read(manager, handle) == right(tokens)[:3]
                 assert read(manager, fork) == [*right(tokens), seed, seed]
-                found = [number for piece in span for number in piece.keys[:, 0, 0].tolist()]
+                found = [number for segment in span for number in segment.keys[:, 0, 0].tolist()]
                 assert found == right(tokens)
 
     with Threads() as threads:
@@ -302,8 +302,8 @@ def test_managers_and_handles_can_not_be_used_in_a_child():
     manager = new_manager(8)
     handle, contiguous = start(manager, PROMPT, "chat"), new_contiguous()
     span, tensor = manager.view(handle, 0), handle.key_cache(0)
-    piece = span.segments[0]
-    array = piece.keys
+    segment = span.segments[0]
+    array = segment.keys
 
     def check():
         uses = [(name, lambda use=use: use(manager, handle)) for name, use in MANAGER_USES.items()]
@@ -313,8 +313,11 @@ def test_managers_and_handles_can_not_be_used_in_a_child():
             (repr(one), one)
             for one in [handle.__enter__, span.release, span.__enter__, tensor.release]
         ]
-        uses += [("segments", lambda: span.segments), ("pieces", lambda: tensor.segments)]
-        uses += [("numpy", tensor.numpy), ("keys", lambda: piece.keys), ("end", piece.release)]
+        uses += [
+            ("segments", lambda: span.segments),
+            ("segments of a tensor", lambda: tensor.segments),
+        ]
+        uses += [("numpy", tensor.numpy), ("keys", lambda: segment.keys), ("end", segment.release)]
         uses += [("table", lambda: setattr(handle, "block_table", kvspan.BlockTable(4)))]
         for name, use in uses:
             with pytest.raises(ForkedError):

@@ -37,7 +37,7 @@ def manager():
 
 
 def numbers(span):
-    return [number for piece in span for number in numbers_in(piece.keys, piece.values)]
+    return [number for segment in span for number in numbers_in(segment.keys, segment.values)]
 
 
 def pins(manager):
@@ -47,14 +47,14 @@ def pins(manager):
 # What a view is
 
 
-def test_view_is_one_piece_a_block(manager):
+def test_view_is_one_segment_a_block(manager):
     handle = start(manager, PROMPT)
     for layer in range(2):
         span = manager.view(handle, layer)
         assert (span.start, span.end, len(span), span.num_segments) == (0, 10, 10, 3)
         assert (span.num_heads, span.head_dim, span.released) == (HEADS, DIM, False)
-        assert [(piece.start, piece.end) for piece in span] == [(0, 4), (4, 8), (8, 10)]
-        assert [type(piece) for piece in span.segments] == [kvspan.KVSpan] * 3
+        assert [(segment.start, segment.end) for segment in span] == [(0, 4), (4, 8), (8, 10)]
+        assert [type(segment) for segment in span.segments] == [kvspan.KVSpan] * 3
         assert numbers(span) == right(PROMPT, layer)
         assert repr(span) == (
             "PagedSpan(start=0, end=10, num_heads=1, head_dim=2, dtype='float32', num_segments=3)"
@@ -62,7 +62,7 @@ def test_view_is_one_piece_a_block(manager):
 
 
 @pytest.mark.parametrize(
-    ("start_at", "end", "pieces"),
+    ("start_at", "end", "segments"),
     [
         (0, 0, []),
         (10, 10, []),
@@ -73,12 +73,12 @@ def test_view_is_one_piece_a_block(manager):
         (5, 6, [(5, 6)]),
     ],
 )
-def test_view_of_a_range_has_the_blocks_of_that_range(manager, start_at, end, pieces):
+def test_view_of_a_range_has_the_blocks_of_that_range(manager, start_at, end, segments):
     handle = start(manager, PROMPT)
     span = manager.view(handle, 1, start_at, end)
-    assert [(piece.start, piece.end) for piece in span] == pieces
+    assert [(segment.start, segment.end) for segment in span] == segments
     assert numbers(span) == right(PROMPT, 1)[start_at:end]
-    assert len(pins(manager)) == len(pieces)
+    assert len(pins(manager)) == len(segments)
 
 
 def test_view_by_keyword(manager):
@@ -89,8 +89,8 @@ def test_view_by_keyword(manager):
 def test_arrays_lie_in_the_blocks_and_are_read_only(manager):
     handle = start(manager, PROMPT)
     one, other = manager.view(handle, 0), manager.view(handle, 0)
-    for piece, same in zip(one, other):
-        for array, again in [(piece.keys, same.keys), (piece.values, same.values)]:
+    for segment, same in zip(one, other):
+        for array, again in [(segment.keys, same.keys), (segment.values, same.values)]:
             assert address(array) == address(again)
             assert (array.dtype, array.flags.c_contiguous, array.flags.writeable) == (
                 np.float32,
@@ -103,17 +103,17 @@ def test_arrays_lie_in_the_blocks_and_are_read_only(manager):
                 array.flags.writeable = True
 
 
-def test_pieces_go_to_other_libraries_without_a_copy(manager):
+def test_segments_go_to_other_libraries_without_a_copy(manager):
     handle = start(manager, PROMPT)
-    piece = manager.view(handle, 0).segments[1]
+    segment = manager.view(handle, 0).segments[1]
     for consumed in [
-        np.asarray(piece.key_view),
-        np.from_dlpack(piece.key_view),
-        memoryview(piece.key_view),
+        np.asarray(segment.key_view),
+        np.from_dlpack(segment.key_view),
+        memoryview(segment.key_view),
     ]:
         assert np.asarray(consumed).shape == (4, HEADS, DIM)
-        assert address(np.asarray(consumed)) == address(piece.keys)
-    assert piece.value_view.readonly
+        assert address(np.asarray(consumed)) == address(segment.keys)
+    assert segment.value_view.readonly
 
 
 # What it is safe from
@@ -122,7 +122,7 @@ def test_pieces_go_to_other_libraries_without_a_copy(manager):
 def test_nothing_that_happens_to_the_sequence_changes_a_view(manager):
     handle = start(manager, PROMPT)
     span = manager.view(handle, 0)
-    arrays = [(piece.keys, piece.values) for piece in span]
+    arrays = [(segment.keys, segment.values) for segment in span]
     manager.write(handle, 0, 0, *rows_of([501] * 10))
     manager.extend(handle, 3)
     manager.truncate(handle, 1)
@@ -192,8 +192,8 @@ def test_a_view_keeps_the_memory_when_everything_else_is_gone():
 
 HOLDERS = {
     "the span": lambda span: span,
-    "its pieces": lambda span: span.segments,
-    "one piece": lambda span: span.segments[0],
+    "its segments": lambda span: span.segments,
+    "one segment": lambda span: span.segments[0],
     "an iterator": iter,
     "an array": lambda span: span.segments[0].keys,
     "a part of an array": lambda span: span.segments[0].values[1:2, :, 0].T,
@@ -261,20 +261,20 @@ def test_release_is_refused_while_others_hold_the_view(manager, hold, views):
     assert pins(manager) == {}
 
 
-def test_a_piece_can_be_released_when_its_own_arrays_are_gone(manager):
+def test_a_segment_can_be_released_when_its_own_arrays_are_gone(manager):
     handle = start(manager, PROMPT)
     span = manager.view(handle, 0)
-    piece, other = span.segments[:2]
-    keys = piece.keys
+    segment, other = span.segments[:2]
+    keys = segment.keys
     with pytest.raises(ViewsAliveError):
-        piece.release()
+        segment.release()
     del keys
-    piece.release()
-    assert piece.released and not other.released and not span.released
+    segment.release()
+    assert segment.released and not other.released and not span.released
     with pytest.raises(ReleasedError):
-        piece.keys
+        segment.keys
     assert other.keys.shape == (4, HEADS, DIM)
-    # A piece keeps the whole view.
+    # A segment keeps the whole view.
     del span
     assert pins(manager) == {1: 1, 2: 1, 3: 1}
     other.release()
@@ -294,8 +294,8 @@ def test_with_block_gives_up_its_own_share(manager):
     with pytest.raises(ZeroDivisionError), manager.view(handle, 0) as span:
         1 / 0
     assert span.released and pins(manager) == {}
-    with manager.view(handle, 0) as span, span.segments[1] as piece:
-        assert piece.keys.shape == (4, HEADS, DIM)
+    with manager.view(handle, 0) as span, span.segments[1] as segment:
+        assert segment.keys.shape == (4, HEADS, DIM)
     assert pins(manager) == {}
 
 
@@ -335,7 +335,7 @@ def use_everything(manager):
         manager.write_many(0, [fork, handle], [0, 0], *rows_of([1, 2]))
         manager.truncate(fork, 5)
         with manager.view(handle, 0) as span:
-            [(piece.keys, piece.value_view) for piece in span]
+            [(segment.keys, segment.value_view) for segment in span]
         keys, values = handle.kv_cache(1)
         keys.segments, values.numpy(), np.asarray(keys)
         handle.block_table = handle.block_table
@@ -373,7 +373,7 @@ def fail_everywhere(manager):
         (manager.read_range, (handle, 0, 3, 2)),
         (setattr, (handle, "block_table", kvspan.BlockTable(4, [9], 1))),
         (setattr, (handle, "block_table", None)),
-        (lambda pieces: span.release(), (span.segments,)),
+        (lambda segments: span.release(), (span.segments,)),
         (kvspan.BlockTable, (4, [1, 1])),
         (kvspan.ContiguousKvCacheHandle, ([None],)),
     ]:
@@ -391,7 +391,7 @@ def test_number_of_objects_does_not_grow():
         assert_nothing_leaks(manager)
 
 
-def test_many_pieces_are_seen_in_order():
+def test_many_segments_are_seen_in_order():
     manager = kvspan.KvCacheManager(600, block_size=1, num_kv_heads=1, head_dim=1)
     tokens = list(range(500))
     handle = manager.allocate(tokens)
@@ -399,7 +399,7 @@ def test_many_pieces_are_seen_in_order():
     manager.write(handle, 0, 0, rows, -rows)
     span = manager.view(handle, 0)
     assert span.num_segments == 500
-    assert [piece.keys.item() for piece in span] == tokens
+    assert [segment.keys.item() for segment in span] == tokens
     assert_array_equal(handle.value_cache(0).numpy(), -rows)
     del span, handle
     assert_nothing_leaks(manager)

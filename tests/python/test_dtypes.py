@@ -387,14 +387,16 @@ def test_blocks_hold_every_dtype(name):
     manager.read_range_into(handle, 0, 1, 3, *room)
     assert_array_equal(room, [side[1:3] for side in wanted])
     with manager.view(handle, 0, 1, 5) as span:
-        pieces = list(span)
-        assert [piece.keys.dtype for piece in pieces] == [DTYPES[name]] * 3
-        assert [piece.dtype for piece in pieces] == [name] * 3 and f"dtype='{name}'" in repr(span)
+        segments = list(span)
+        assert [segment.keys.dtype for segment in segments] == [DTYPES[name]] * 3
+        assert [segment.dtype for segment in segments] == [name] * 3 and f"dtype='{name}'" in repr(
+            span
+        )
         if name == "int8":
-            scales = np.concatenate([piece.key_scales for piece in pieces])
+            scales = np.concatenate([segment.key_scales for segment in segments])
             assert_array_equal(scales, quantized(keys)[1][1:])
             del scales
-        del pieces
+        del segments
 
     fork = manager.fork(handle)
     more = numbers(2, seed=2)
@@ -410,8 +412,8 @@ def test_recycled_blocks_have_no_scales_of_others():
     with manager.allocate([1, 2, 3, 4]) as handle:
         manager.write(handle, 0, 0, *numbers(4))
     handle = manager.allocate([5, 6, 7, 8])
-    for piece in manager.view(handle, 0):
-        assert not piece.key_scales.any() and not piece.values.any()
+    for segment in manager.view(handle, 0):
+        assert not segment.key_scales.any() and not segment.values.any()
 
 
 def test_blocks_refuse_what_has_no_scale():

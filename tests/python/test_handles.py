@@ -206,27 +206,27 @@ def test_with_block_closes_at_its_end(new):
 # Tensors
 
 
-def test_tensor_of_blocks_lies_in_pieces():
+def test_tensor_of_blocks_lies_in_segments():
     handle = new_paged()
     keys = handle.key_cache(0)
     assert (keys.num_segments, keys.dtype, keys.device, len(keys)) == (2, "float32", "cpu", 6)
     assert repr(keys) == "CacheTensor(shape=(6, 1, 2), dtype='float32', num_segments=2)"
-    assert [piece.shape for piece in keys.segments] == [(4, 1, 2), (2, 1, 2)]
-    for piece in keys.segments:
-        assert not piece.flags.writeable and not piece.flags.owndata
+    assert [segment.shape for segment in keys.segments] == [(4, 1, 2), (2, 1, 2)]
+    for segment in keys.segments:
+        assert not segment.flags.writeable and not segment.flags.owndata
         with pytest.raises(ValueError, match="read-only"):
-            piece[:] = 0
+            segment[:] = 0
     assert_array_equal(np.concatenate(keys.segments), rows_of(right(PROMPT))[0])
 
 
-def test_pieces_are_gathered_only_if_asked():
+def test_segments_are_gathered_only_if_asked():
     keys = new_paged().key_cache(0)
     for array in [keys.numpy(), np.asarray(keys), np.array(keys), np.from_dlpack(Copied(keys))]:
         assert_array_equal(array, rows_of(right(PROMPT))[0])
-        assert not any(np.shares_memory(array, piece) for piece in keys.segments)
-    with pytest.raises(ValueError, match="lies in 2 pieces: one array of them is a copy"):
+        assert not any(np.shares_memory(array, segment) for segment in keys.segments)
+    with pytest.raises(ValueError, match="lies in 2 segments: one array of them is a copy"):
         np.asarray(keys, copy=False)
-    with pytest.raises(BufferError, match="2 pieces, and DLPack has room for one"):
+    with pytest.raises(BufferError, match="2 segments, and DLPack has room for one"):
         np.from_dlpack(keys)
     assert np.asarray(keys, np.float64).dtype == np.float64
 
@@ -245,19 +245,19 @@ class Copied:
 
 
 @pytest.mark.parametrize("new", [lambda: new_paged(PROMPT[:4]), new_contiguous])
-def test_tensor_of_one_piece_is_one_array_without_a_copy(new):
+def test_tensor_of_one_segment_is_one_array_without_a_copy(new):
     keys = new().key_cache(0)
-    (piece,) = keys.segments
+    (segment,) = keys.segments
     for array in [
         keys.numpy(),
         np.asarray(keys),
         np.asarray(keys, copy=False),
         np.from_dlpack(keys),
     ]:
-        assert np.shares_memory(array, piece)
+        assert np.shares_memory(array, segment)
         assert not array.flags.writeable
     copied = np.array(keys)
-    assert copied.flags.writeable and not np.shares_memory(copied, piece)
+    assert copied.flags.writeable and not np.shares_memory(copied, segment)
     assert np.from_dlpack(Copied(keys)).flags.writeable
     with pytest.raises(BufferError, match="read-only"):
         keys.__dlpack__()
@@ -275,11 +275,11 @@ def test_tensor_ends_when_released():
     manager = new_manager(8)
     handle = start(manager, PROMPT)
     keys = handle.key_cache(0)
-    piece = keys.segments[1]
+    segment = keys.segments[1]
     with pytest.raises(ViewsAliveError, match="1 view") as caught:
         keys.release()
     assert caught.value.views == 1 and not keys.released
-    del piece
+    del segment
     keys.release()
     keys.release()
     assert keys.released and repr(keys).endswith(", released)")

@@ -75,13 +75,13 @@ class Held:
     memory: object  # what arrays over it keep alive besides
 
 
-FROM_PIECE = [
-    (1, lambda piece: piece.keys),
-    (-1, lambda piece: piece.values),
-    (1, lambda piece: np.asarray(piece.key_view)),
-    (-1, lambda piece: np.from_dlpack(piece.value_view)),
-    (1, lambda piece: memoryview(piece.key_view)),
-    (-1, lambda piece: piece.value_view),
+FROM_SEGMENT = [
+    (1, lambda segment: segment.keys),
+    (-1, lambda segment: segment.values),
+    (1, lambda segment: np.asarray(segment.key_view)),
+    (-1, lambda segment: np.from_dlpack(segment.value_view)),
+    (1, lambda segment: memoryview(segment.key_view)),
+    (-1, lambda segment: segment.value_view),
 ]
 FROM_ARRAY = [
     lambda array: array[1:],
@@ -531,13 +531,13 @@ class ManagerMachine(RuleBasedStateMachine):
         held = self.held[choice % len(self.held)]
         match held.thing:
             case kvspan.PagedSpan() as span if span.num_segments:
-                piece = span.segments[way % span.num_segments]
-                numbers = held.numbers[piece.start - span.start : piece.end - span.start]
-                new = Held(held.view, piece, numbers, None, object())
-            case kvspan.KVSpan() as piece:
-                sign, make = FROM_PIECE[way % len(FROM_PIECE)]
+                segment = span.segments[way % span.num_segments]
+                numbers = held.numbers[segment.start - span.start : segment.end - span.start]
+                new = Held(held.view, segment, numbers, None, object())
+            case kvspan.KVSpan() as segment:
+                sign, make = FROM_SEGMENT[way % len(FROM_SEGMENT)]
                 expected = keys_of(held.numbers) * sign
-                new = Held(held.view, make(piece), [], expected, held.memory)
+                new = Held(held.view, make(segment), [], expected, held.memory)
             case kvspan.CacheTensor() as tensor if tensor.num_segments:
                 index = way % tensor.num_segments
                 expected = held.expected[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
@@ -625,12 +625,12 @@ class ManagerMachine(RuleBasedStateMachine):
         for held in self.held:
             match held.thing:
                 case kvspan.PagedSpan() as span:
-                    pieces = [(piece.keys, piece.values) for piece in span]
-                    if pieces:
-                        found = [np.concatenate(side) for side in zip(*pieces)]
+                    segments = [(segment.keys, segment.values) for segment in span]
+                    if segments:
+                        found = [np.concatenate(side) for side in zip(*segments)]
                         assert_array_equal(found, rows_of(held.numbers))
-                case kvspan.KVSpan() as piece:
-                    assert_array_equal((piece.keys, piece.values), rows_of(held.numbers))
+                case kvspan.KVSpan() as segment:
+                    assert_array_equal((segment.keys, segment.values), rows_of(held.numbers))
                 case kvspan.CacheTensor() as tensor:
                     assert_array_equal(tensor.numpy(), held.expected)
                 case other:

@@ -197,7 +197,7 @@ def test_torch_takes_blocks_and_tensors_of_every_dtype(name, dtype):
     manager = kvspan.KvCacheManager(6, block_size=2, num_kv_heads=HEADS, head_dim=DIM, dtype=name)
     handle = manager.allocate([1, 2, 3])
     manager.write(handle, 0, 0, *(torch.from_numpy(side) for side in tokens(3)))
-    pieces = [torch.from_dlpack(piece.key_view) for piece in manager.view(handle, 0)]
+    segments = [torch.from_dlpack(segment.key_view) for segment in manager.view(handle, 0)]
     gathered = torch.from_dlpack(handle.key_cache(0), copy=True)
     assert gathered.dtype == dtype
-    assert torch.equal(gathered, torch.cat(pieces))
+    assert torch.equal(gathered, torch.cat(segments))

@@ -282,8 +282,8 @@ def managers(rows: Float32Array) -> None:
 def views_of_blocks(manager: KvCacheManager, handle: PagedKvCacheHandle) -> None:
     with manager.view(handle, 0) as span:
         assert_type(span, PagedSpan)
-        for piece in span:
-            assert_type(piece, KVSpan)
+        for segment in span:
+            assert_type(segment, KVSpan)
         assert_type(span.segments, list[KVSpan])
         assert_type(len(span), int)
     with handle as same:

@@ -182,7 +182,7 @@ impl PyContiguousKvCacheHandle {
         self.config.config.hidden_dim_per_head
     }
 
-    /// Returns the keys of a layer as a ``CacheTensor`` of one piece, or of none without tokens.
+    /// Returns the keys of a layer as a ``CacheTensor`` of one segment; of none without tokens.
     ///
     /// Raises LayerOutOfRangeError or StaleHandleError.
     fn key_cache(&self, py: Python<'_>, layer: Layer) -> PyResult<Option<PyCacheTensor>> {
@@ -190,7 +190,7 @@ impl PyContiguousKvCacheHandle {
         PyCacheTensor::of_layer(py, keys)
     }
 
-    /// Returns the values of a layer as a ``CacheTensor`` of one piece, or of none without tokens.
+    /// Returns the values of a layer as a ``CacheTensor`` of one segment; of none without tokens.
     ///
     /// Raises LayerOutOfRangeError or StaleHandleError.
     fn value_cache(&self, py: Python<'_>, layer: Layer) -> PyResult<Option<PyCacheTensor>> {

@@ -12,13 +12,13 @@ use crate::python::typed::{AnyPagedSpan, each};
 
 /// A view of tokens of one layer of a sequence, where they lie: one ``KVSpan`` a block.
 ///
-/// Made by ``KvCacheManager.view``. The tokens do not change while it, one of its pieces, or an array,
-/// memoryview or tensor over them lives, or until ``release()``; what happens to the sequence is of no
-/// concern to it, also when that is freed. A block that is in the way of a write is copied first, one
-/// that is given back waits. Each piece keeps the whole view.
+/// Made by ``KvCacheManager.view``. The tokens do not change while it, one of its segments, or an
+/// array, memoryview or tensor over them lives, or until ``release()``; what happens to the sequence
+/// is of no concern to it, also when that is freed. A block that is in the way of a write is copied
+/// first, one that is given back waits. Each segment keeps the whole view.
 ///
-/// ``len`` counts the tokens; iterating gives the pieces. As a context manager it gives up its own
-/// share at the end of the block; pieces and arrays that are still alive keep theirs.
+/// ``len`` counts the tokens; iterating gives the segments. As a context manager it gives up its
+/// own share at the end of the block; segments and arrays that are still alive keep theirs.
 ///
 /// Examples
 /// --------
@@ -28,7 +28,7 @@ use crate::python::typed::{AnyPagedSpan, each};
 /// >>> rows = np.ones((3, 1, 4), dtype=np.float32)
 /// >>> manager.write(handle, 0, 0, rows, rows)
 /// >>> with manager.view(handle, 0) as span:
-/// ...     print(len(span), [piece.keys.shape for piece in span])
+/// ...     print(len(span), [segment.keys.shape for segment in span])
 /// 3 [(2, 1, 4), (1, 1, 4)]
 #[pyclass(name = "PagedSpan", module = "kvspan", frozen, weakref)]
 #[derive(Debug)]
@@ -36,8 +36,8 @@ pub(in crate::python) struct PyPagedSpan {
     range: Range<usize>,
     dtype: DType,
     token_shape: [usize; 2],
-    /// Positions of each piece.
-    pieces: Vec<Range<usize>>,
+    /// Positions of each segment.
+    segments: Vec<Range<usize>>,
     lease: Lease,
 }
 
@@ -48,8 +48,8 @@ impl PyPagedSpan {
             range,
             dtype: span.dtype(),
             token_shape: [num_heads, head_dim],
-            pieces: each!(&span, span => {
-                span.segments().map(|piece| piece.start()..piece.end()).collect()
+            segments: each!(&span, span => {
+                span.segments().map(|segment| segment.start()..segment.end()).collect()
             }),
             lease: Lease::paged(py, span)?,
         })
@@ -63,22 +63,22 @@ impl PyPagedSpan {
 
 #[pymethods]
 impl PyPagedSpan {
-    /// The pieces in order, each a ``KVSpan`` of the tokens of one block: a new list.
+    /// The segments in order, each a ``KVSpan`` of the tokens of one block: a new list.
     #[getter]
     fn segments<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         // So that a view that is over says so, also without tokens.
         self.lease.check(py)?;
-        let pieces = self.pieces.iter().enumerate().map(|(index, range)| {
-            let lease = self.lease.piece(py, index)?;
-            Ok(PyKVSpan::of_piece(range.clone(), self.token_shape, self.dtype, lease))
+        let segments = self.segments.iter().enumerate().map(|(index, range)| {
+            let lease = self.lease.segment(py, index)?;
+            Ok(PyKVSpan::of_segment(range.clone(), self.token_shape, self.dtype, lease))
         });
-        PyList::new(py, pieces.collect::<PyResult<Vec<_>>>()?)
+        PyList::new(py, segments.collect::<PyResult<Vec<_>>>()?)
     }
 
-    /// Number of pieces.
+    /// Number of segments.
     #[getter]
     fn num_segments(&self) -> usize {
-        self.pieces.len()
+        self.segments.len()
     }
 
     /// Position of the first token in the sequence.
@@ -115,7 +115,7 @@ impl PyPagedSpan {
 
     /// Ends the view now.
     ///
-    /// Raises ViewsAliveError (a BufferError), and leaves the view as it is, while pieces, or arrays
+    /// Raises ViewsAliveError (a BufferError), and leaves the view as it is, while segments, or arrays
     /// over them, are alive. Releasing twice is fine.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         self.lease.release(py)

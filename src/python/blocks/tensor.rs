@@ -8,14 +8,14 @@ use crate::dtype::DType;
 use crate::handle::TensorRef;
 use crate::python::buffer::{CPU, Layout, Lease, Request, Side, Tensor, call, new_array};
 
-/// A layer's keys, or its values, where they lie: [tokens, num_heads, head_dim] in one or more pieces.
+/// A layer's keys, or its values, where they lie: [tokens, num_heads, head_dim] in segments.
 ///
 /// Made by ``key_cache`` and ``value_cache`` of a handle. Nothing is gathered unless asked. It stays
 /// as it is while it, or an array over it, lives, whatever happens to the handle; ``release()`` ends
 /// that. As a context manager it gives up its own share at the end of the block.
 ///
-/// ``np.asarray(tensor)`` is without a copy if there is one piece. DLPack has room for one piece only,
-/// or for a copy.
+/// ``np.asarray(tensor)`` is without a copy if there is one segment. DLPack has room for one segment
+/// only, or for a copy.
 ///
 /// Examples
 /// --------
@@ -23,7 +23,7 @@ use crate::python::buffer::{CPU, Layout, Lease, Request, Side, Tensor, call, new
 /// >>> manager = kvspan.KvCacheManager(8, block_size=2, num_kv_heads=1, head_dim=4)
 /// >>> handle = manager.allocate([1, 2, 3])
 /// >>> keys = handle.key_cache(0)
-/// >>> keys.shape, [piece.shape for piece in keys.segments]
+/// >>> keys.shape, [segment.shape for segment in keys.segments]
 /// ((3, 1, 4), [(2, 1, 4), (1, 1, 4)])
 /// >>> keys.numpy().shape
 /// (3, 1, 4)
@@ -56,13 +56,13 @@ impl PyCacheTensor {
         self.lease.memory(py)?.get().whole_tensor()
     }
 
-    /// One piece, of which the side means nothing.
-    fn piece<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Tensor<'py>> {
-        self.lease.piece(py, index)?.tensor(py, Side::Keys)
+    /// One segment, of which the side means nothing.
+    fn segment<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Tensor<'py>> {
+        self.lease.segment(py, index)?.tensor(py, Side::Keys)
     }
 
     fn array<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyAny>> {
-        self.piece(py, index)?.into_array()
+        self.segment(py, index)?.into_array()
     }
 }
 
@@ -86,13 +86,13 @@ impl PyCacheTensor {
         "cpu"
     }
 
-    /// Number of pieces; 0 without tokens.
+    /// Number of segments; 0 without tokens.
     #[getter]
     fn num_segments(&self) -> usize {
         self.num_segments
     }
 
-    /// The pieces in order: a new list of read-only arrays [tokens, num_heads, head_dim].
+    /// The segments in order: a new list of read-only arrays [tokens, num_heads, head_dim].
     #[getter]
     fn segments<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         // So that a tensor that is over says so, also without tokens.
@@ -101,8 +101,8 @@ impl PyCacheTensor {
         PyList::new(py, arrays.collect::<PyResult<Vec<_>>>()?)
     }
 
-    /// What the heads of each piece are multiplied by: a new list of read-only float32 arrays [tokens,
-    /// num_heads]. None unless the elements are int8.
+    /// What the heads of each segment are multiplied by: a new list of read-only float32 arrays
+    /// [tokens, num_heads]. None unless the elements are int8.
     #[getter]
     fn scales<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyList>>> {
         self.lease.check(py)?;
@@ -110,7 +110,8 @@ impl PyCacheTensor {
             return Ok(None);
         }
         let arrays = (0..self.num_segments).filter_map(|index| {
-            let scales = self.lease.piece(py, index).and_then(|piece| piece.scales(py, Side::Keys));
+            let scales =
+                self.lease.segment(py, index).and_then(|segment| segment.scales(py, Side::Keys));
             scales.and_then(|scales| scales.map(Tensor::into_array).transpose()).transpose()
         });
         PyList::new(py, arrays.collect::<PyResult<Vec<_>>>()?).map(Some)
@@ -122,7 +123,7 @@ impl PyCacheTensor {
         self.lease.is_over()
     }
 
-    /// Returns one array: read-only and without a copy if there is one piece, else a copy.
+    /// Returns one array: read-only and without a copy if there is one segment, else a copy.
     ///
     /// Raises ReleasedError if the tensor is over.
     fn numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
@@ -147,9 +148,9 @@ impl PyCacheTensor {
         self.lease.release(py)
     }
 
-    /// Exports the memory through DLPack, if it is one piece; with ``copy=True`` a copy of all.
+    /// Exports the memory through DLPack, if it is one segment; with ``copy=True`` a copy of all.
     ///
-    /// Raises BufferError for several pieces without a copy, and where ``TensorView`` does.
+    /// Raises BufferError for several segments without a copy, and where ``TensorView`` does.
     #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
     fn __dlpack__<'py>(
         &self,
@@ -161,19 +162,19 @@ impl PyCacheTensor {
     ) -> PyResult<Bound<'py, PyAny>> {
         let request = Request::new(stream, max_version, dl_device, copy)?;
         if self.num_segments == 1 {
-            return request.export(self.piece(py, 0)?);
+            return request.export(self.segment(py, 0)?);
         }
         if self.num_segments > 1 && !request.wants_copy {
             return Err(PyBufferError::new_err(format!(
-                "the tensor lies in {} pieces, and DLPack has room for one: export each of \
+                "the tensor lies in {} segments, and DLPack has room for one: export each of \
                  segments, or pass copy=True for a copy of all",
                 self.num_segments
             )));
         }
         self.lease.check(py)?;
-        let pieces = (0..self.num_segments).map(|index| self.piece(py, index));
-        let pieces = pieces.collect::<PyResult<Vec<_>>>()?;
-        request.export_copy(py, Layout::of_copy(self.dtype, self.shape)?, &pieces)
+        let segments = (0..self.num_segments).map(|index| self.segment(py, index));
+        let segments = segments.collect::<PyResult<Vec<_>>>()?;
+        request.export_copy(py, Layout::of_copy(self.dtype, self.shape)?, &segments)
     }
 
     /// The device as DLPack numbers it: (1, 0), the CPU.
@@ -183,7 +184,7 @@ impl PyCacheTensor {
 
     /// What ``np.asarray`` asks for.
     ///
-    /// Raises ValueError if there are several pieces and ``copy`` is ``False``.
+    /// Raises ValueError if there are several segments and ``copy`` is ``False``.
     #[pyo3(signature = (dtype = None, copy = None))]
     fn __array__<'py>(
         &self,
@@ -193,7 +194,7 @@ impl PyCacheTensor {
     ) -> PyResult<Bound<'py, PyAny>> {
         if self.num_segments > 1 && copy == Some(false) {
             return Err(PyValueError::new_err(format!(
-                "the tensor lies in {} pieces: one array of them is a copy",
+                "the tensor lies in {} segments: one array of them is a copy",
                 self.num_segments
             )));
         }

@@ -355,9 +355,9 @@ impl Request {
         self,
         py: Python<'py>,
         layout: Layout,
-        pieces: &[Tensor<'py>],
+        segments: &[Tensor<'py>],
     ) -> PyResult<Bound<'py, PyAny>> {
-        let mut words = copied(py, &layout, pieces)?;
+        let mut words = copied(py, &layout, segments)?;
         let data = NonNull::from(words.as_mut_slice()).cast();
         self.capsule(py, data, &layout, Keeper::Copy(words), IS_COPIED)
     }
@@ -480,17 +480,17 @@ unsafe extern "C" fn destroy<M: Managed>(capsule: *mut ffi::PyObject) {
     unsafe { delete(managed.cast::<M>()) };
 }
 
-/// The elements of all pieces, which together have this layout, in as many whole words as it takes.
-fn copied(py: Python<'_>, layout: &Layout, pieces: &[Tensor<'_>]) -> PyResult<Vec<u64>> {
+/// The elements of all segments, which together have this layout, in as many words as it takes.
+fn copied(py: Python<'_>, layout: &Layout, segments: &[Tensor<'_>]) -> PyResult<Vec<u64>> {
     let num_bytes = usize::try_from(layout.nbytes())?;
     let mut words = Vec::new();
     let num_words = num_bytes.div_ceil(size_of::<u64>());
     let reserved = words.try_reserve_exact(num_words);
     reserved.map_err(|_| KvError::OutOfMemory { bytes: num_bytes })?;
-    let runs = pieces.iter().map(|piece| {
-        let num_bytes = usize::try_from(piece.layout.nbytes())?;
+    let runs = segments.iter().map(|segment| {
+        let num_bytes = usize::try_from(segment.layout.nbytes())?;
         // SAFETY: the tensor is readable as long as its memory is held, which the caller does.
-        Ok(unsafe { Run::from_raw(piece.data, num_bytes) })
+        Ok(unsafe { Run::from_raw(segment.data, num_bytes) })
     });
     let runs = runs.collect::<PyResult<Vec<_>>>()?;
     py.detach(|| {

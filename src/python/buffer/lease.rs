@@ -30,12 +30,12 @@ enum Owner {
     /// A reservation, whose rows whoever has a view of them may write; `None` once it is ended,
     /// which needs the last reference to the memory.
     Reserved(Mutex<Option<AnyReservedSpan>>),
-    /// A pin on blocks, which each have a piece of the rows.
+    /// A pin on blocks, which each have a segment of the rows.
     Paged(AnyPagedSpan),
-    /// Keys alone, or values alone, in pieces.
+    /// Keys alone, or values alone, in segments.
     Tensor(TensorRef),
-    /// One piece of what `whole` owns.
-    Piece { whole: Py<SpanMemory>, index: usize },
+    /// One segment of what `whole` owns.
+    Segment { whole: Py<SpanMemory>, index: usize },
 }
 
 /// Where the rows of a span are.
@@ -118,15 +118,15 @@ impl Lease {
         Ok(Self(Mutex::new(Some(memory))))
     }
 
-    /// A lease of one piece. It counts as one share of this one, however many there are of its own.
+    /// A lease of one segment. It counts as one share of this one, however many it has itself.
     ///
     /// # Errors
     ///
     /// `ReleasedError` if the lease is over, `ForkedError` in a child.
-    pub(in crate::python) fn piece(&self, py: Python<'_>, index: usize) -> PyResult<Self> {
+    pub(in crate::python) fn segment(&self, py: Python<'_>, index: usize) -> PyResult<Self> {
         let whole = self.memory(py)?;
         whole.get().0.get()?;
-        Self::new(py, Owner::Piece { whole, index })
+        Self::new(py, Owner::Segment { whole, index })
     }
 
     /// Checks that the memory can be used.
@@ -268,13 +268,13 @@ impl SpanMemory {
         let context = match self.0.get()? {
             Owner::Pinned(pinned) => each!(pinned, pinned => Context::of_span(pinned.span())),
             Owner::Paged(span) => each!(span, span => Context::of_paged(span)),
-            Owner::Piece { whole, index } => return whole.get().context_of_piece(*index),
+            Owner::Segment { whole, index } => return whole.get().context_of_segment(*index),
             Owner::Reserved(_) | Owner::Tensor(_) => return Err(over()),
         };
         Ok(context?)
     }
 
-    fn context_of_piece(&self, index: usize) -> PyResult<Context<'_>> {
+    fn context_of_segment(&self, index: usize) -> PyResult<Context<'_>> {
         let Owner::Paged(span) = self.0.get()? else { return Err(over()) };
         Ok(each!(span, span => Context::of_span(span.segment(index).ok_or_else(over)?))?)
     }
@@ -300,16 +300,16 @@ impl SpanMemory {
                 let reserved = reserved.as_ref().ok_or_else(over)?;
                 Ok(each!(reserved, reserved => Place::of_reserved(reserved)))
             }
-            Owner::Paged(_) | Owner::Tensor(_) => self.place_of_piece(0),
-            Owner::Piece { whole, index } => whole.get().place_of_piece(*index),
+            Owner::Paged(_) | Owner::Tensor(_) => self.place_of_segment(0),
+            Owner::Segment { whole, index } => whole.get().place_of_segment(*index),
         }
     }
 
-    /// Where a piece is; past the last one there are no rows.
-    fn place_of_piece(&self, index: usize) -> PyResult<Place> {
+    /// Where a segment is; past the last one there are no rows.
+    fn place_of_segment(&self, index: usize) -> PyResult<Place> {
         match self.0.get()? {
-            Owner::Paged(span) => Ok(each!(span, span => Place::of_piece(span, index))),
-            Owner::Tensor(tensor) => Ok(Place::of_segment(&**tensor, index)),
+            Owner::Paged(span) => Ok(each!(span, span => Place::of_paged(span, index))),
+            Owner::Tensor(tensor) => Ok(Place::of_tensor(&**tensor, index)),
             _ => Err(over()),
         }
     }
@@ -336,13 +336,13 @@ impl Place {
         }
     }
 
-    fn of_piece<T: Element>(span: &PagedSpan<T>, index: usize) -> Self {
-        let piece = span.segment(index);
-        piece.as_ref().map_or_else(|| Self::nowhere(T::DTYPE, span.shape()), Self::of_span)
+    fn of_paged<T: Element>(span: &PagedSpan<T>, index: usize) -> Self {
+        let segment = span.segment(index);
+        segment.as_ref().map_or_else(|| Self::nowhere(T::DTYPE, span.shape()), Self::of_span)
     }
 
     /// Of a tensor, which is both sides.
-    fn of_segment(tensor: &dyn TensorLike, index: usize) -> Self {
+    fn of_tensor(tensor: &dyn TensorLike, index: usize) -> Self {
         let (dtype, shape @ [_, heads, dim]) = (tensor.dtype(), tensor.shape());
         let Some(data) = tensor.segment(index) else { return Self::nowhere(dtype, shape) };
         let scales = tensor.scales(index).unwrap_or_default();
