@@ -72,13 +72,16 @@ docs: ## Build the Rust documentation (target/doc/kvspan), with warnings as erro
 
 bench: build ## Measure beside NumPy and the original crate; print the table and write docs/benchmarks.md.
 	$(BIN)/python benches/table.py
+	$(BIN)/python benches/attention_table.py
 
 bench-peers: peers ## The same, beside PyTorch and transformers as well (downloads several GB).
 	$(PEERS)/bin/python benches/table.py
+	$(PEERS)/bin/python benches/attention_table.py
 
 bench-check: build ## Run every benchmark once, without measuring.
 	cargo bench --quiet -- --test
 	$(BIN)/python benches/table.py --quick --no-write
+	$(BIN)/python benches/attention_table.py --quick
 
 sanitize: ## Run the stress tests under AddressSanitizer and ThreadSanitizer (about ten minutes).
 	tests/sanitize/run.sh
