@@ -2,10 +2,10 @@
 
     python examples/smollm2.py "What is the capital of France?"
 
-Read `serve`, `forward` and `attend` first. `serve` starts a sequence for each prompt, which finds the blocks that
+Read `serve` and `forward` first. `serve` starts a sequence for each prompt, which finds the blocks that
 others have computed already, and advances all sequences together, token by token. In `forward` each layer writes the
-new tokens' keys and values into the sequences' blocks, and attends to all tokens that they hold. The rest loads the
-model, and shows what sharing saves.
+new tokens' keys and values into the sequences' blocks, and `kvspan.attention` attends to all tokens that they hold,
+where they lie. The rest loads the model, and shows what sharing saves.
 """
 
 import os
@@ -213,12 +213,11 @@ def admit(manager, request, must_fit) -> bool:
 def forward(model: Model, manager: kvspan.KvCacheManager, requests: list[Request]) -> np.ndarray:
     """Run the new tokens of all requests; returns the logits that follow the last of each."""
     handles = [request.handle for request in requests]
+    query_lens = [len(request.new_ids) for request in requests]
     # Of each request, where its new tokens are among all new tokens, and where they are in its sequence.
-    ends = np.cumsum([len(request.new_ids) for request in requests])
-    rows = [slice(end - len(request.new_ids), end) for end, request in zip(ends, requests)]
-    starts = [
-        handle.num_tokens - len(request.new_ids) for handle, request in zip(handles, requests)
-    ]
+    ends = np.cumsum(query_lens)
+    rows = [slice(end - length, end) for end, length in zip(ends, query_lens)]
+    starts = [handle.num_tokens - length for handle, length in zip(handles, query_lens)]
     positions = np.concatenate(
         [np.arange(start, handle.num_tokens) for start, handle in zip(starts, handles)]
     )
@@ -238,35 +237,12 @@ def forward(model: Model, manager: kvspan.KvCacheManager, requests: list[Request
         else:
             for handle, start, own in zip(handles, starts, rows):
                 manager.write(handle, index, start, keys[own], values[own])
-        mixed = [attend(queries[own], manager, handle, index) for handle, own in zip(handles, rows)]
-        x += np.concatenate(mixed) @ layer["attn_output"].T
+        mixed = kvspan.attention(queries, handles, index, query_lens=query_lens)
+        x += mixed.reshape(len(x), -1) @ layer["attn_output"].T
 
         h = rms_norm(x, layer["ffn_norm"], model.rms_eps)
         x += (silu(h @ layer["ffn_gate"].T) * (h @ layer["ffn_up"].T)) @ layer["ffn_down"].T
     return rms_norm(x[ends - 1], model.output_norm, model.rms_eps) @ model.embedding.T
-
-
-def attend(queries: np.ndarray, manager, handle, layer: int) -> np.ndarray:
-    """Causal attention of a sequence's last tokens, whose queries are [tokens, heads, head_dim], to all its tokens.
-
-    The query heads that share a KV head are the rows of one matrix; nothing is repeated.
-    """
-    num_tokens, num_heads, head_dim = queries.shape
-    num_cached, num_kv_heads = handle.num_tokens, manager.num_kv_heads
-    keys, values = np.empty((2, num_cached, num_kv_heads, head_dim), np.float32)
-    manager.read_range_into(handle, layer, 0, num_cached, keys, values)  # out of any element type
-    grouped = queries.transpose(1, 0, 2).reshape(num_kv_heads, -1, head_dim)
-    scores = (grouped @ keys.transpose(1, 2, 0)).reshape(num_heads, num_tokens, num_cached)
-    scores *= head_dim**-0.5
-    if num_tokens > 1:  # hide from each token the ones after it
-        scores += np.triu(
-            np.full((num_tokens, num_cached), -np.inf, np.float32), num_cached - num_tokens + 1
-        )
-    scores -= scores.max(axis=-1, keepdims=True)
-    np.exp(scores, out=scores)
-    scores /= scores.sum(axis=-1, keepdims=True)
-    mixed = scores.reshape(num_kv_heads, -1, num_cached) @ values.transpose(1, 0, 2)
-    return mixed.reshape(num_heads, num_tokens, head_dim).transpose(1, 0, 2).reshape(num_tokens, -1)
 
 
 def rotate(heads: np.ndarray, rotations: np.ndarray) -> np.ndarray:

@@ -11,6 +11,12 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "examples"
 
 SHOWN = {
+    "attention": [
+        r"a prompt in 3 chunks: +error [1-9]e-0[6-9]",
+        r"a sequence of 5 tokens: +error [1-9]e-0[6-9]",
+        r"a sequence of 70 tokens: +error [1-9]e-0[6-9]",
+        r"a sequence of 300 tokens: +error [1-9]e-0[6-9]",
+    ],
     "layer_cache": [
         r"120 tokens in 122,880 bytes",
         r"one more: tokens 120\.\.121 do not fit",
