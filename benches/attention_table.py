@@ -135,6 +135,16 @@ def torch_sides(
     )
 
 
+def has_vllm_kernels() -> bool:
+    """Whether vLLM is installed with the build of PyTorch that its kernels are compiled for."""
+    if find_spec("vllm") is None:
+        return False
+    import torch
+    from vllm import _custom_ops  # noqa: F401, which loads them
+
+    return hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
+
+
 def vllm_sides(
     query: np.ndarray, keys: np.ndarray, values: np.ndarray, threads: int
 ) -> Iterator[Side]:
@@ -175,7 +185,7 @@ def measure(tokens: int, threads: int, rounds: int) -> list[Measured]:
         sides.append(("NumPy matmul, softmax, matmul", "float32", numpy_side(query, keys, values)))
     if find_spec("torch"):
         sides += torch_sides(query, keys, values, threads)
-    if find_spec("vllm"):
+    if has_vllm_kernels():
         sides += vllm_sides(query, keys, values, threads)
 
     wanted = numpy_side(query, keys, values)().reshape(query.shape)

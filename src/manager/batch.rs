@@ -111,6 +111,19 @@ impl<T: Element> KvCacheManager<T> {
         PagedKvCacheHandle::extend_many(&self.store, handles, additional)
     }
 
+    /// Makes room in a block that is there, if nobody else is concerned or uses the books just now; false
+    /// if nothing has changed.
+    #[cfg(feature = "python")]
+    pub(crate) fn try_extend(&self, handle: &mut PagedKvCacheHandle<T>, additional: usize) -> bool {
+        self.store.try_look().is_some_and(|look| handle.extend_inside(&look, additional))
+    }
+
+    /// Commits tokens that fill no block; false if nothing has changed.
+    #[cfg(feature = "python")]
+    pub(crate) fn try_commit(&self, handle: &mut PagedKvCacheHandle<T>, tokens: &[u32]) -> bool {
+        handle.commit_inside(&self.store, tokens)
+    }
+
     /// Commits tokens of each sequence; see [`commit`](Self::commit).
     ///
     /// # Errors

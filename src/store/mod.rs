@@ -236,6 +236,12 @@ impl<T: Element> Store<T> {
         Look { store: self, state: self.state.lock() }
     }
 
+    /// The same if it need not wait.
+    #[cfg(feature = "python")]
+    pub(crate) fn try_look(&self) -> Option<Look<'_, T>> {
+        self.state.try_lock().map(|state| Look { store: self, state })
+    }
+
     fn is_pinned(&self, block: BlockId, want: &Want) -> bool {
         self.rows.as_ref().is_some_and(|rows| rows.is_pinned(block, want.layer, &want.slots))
     }

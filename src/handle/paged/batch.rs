@@ -83,7 +83,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
 
     /// Makes the sequence longer if that concerns nobody else.
     #[inline]
-    fn extend_inside(&mut self, look: &Look<'_, T>, additional: usize) -> bool {
+    pub(crate) fn extend_inside(&mut self, look: &Look<'_, T>, additional: usize) -> bool {
         if self.edited {
             return false;
         }
@@ -185,7 +185,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
 
     /// Commits tokens that were not known, if they fill no block.
     #[inline]
-    pub(super) fn commit_inside(&mut self, store: &Store<T>, tokens: &[u32]) -> bool {
+    pub(crate) fn commit_inside(&mut self, store: &Store<T>, tokens: &[u32]) -> bool {
         let end = self.num_committed_tokens.saturating_add(tokens.len());
         let can = self.known.has_room_for(end)
             && self.known.tokens().len() == self.num_committed_tokens

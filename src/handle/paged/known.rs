@@ -24,12 +24,12 @@ impl Known {
         }
     }
 
-    /// Whether the sequence can have `len` tokens without a key more.
+    /// Whether the sequence can have `len` tokens without a key more, and without a copy.
     pub(super) fn has_room_for(&self, len: usize) -> bool {
         match self {
             Self::Tokens(_) => true,
             Self::Chain(chain) => len < chain.next_key_at(),
-            Self::Shared(chain) => len < chain.next_key_at(),
+            Self::Shared(_) => false,
         }
     }
 

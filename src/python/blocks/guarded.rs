@@ -11,7 +11,7 @@ use crate::python::patience;
 
 /// A handle, used by many at a time or changed by one.
 ///
-/// It is locked only detached, and let go before attaching again, so that nobody waits for the
+/// It is waited for only detached, and let go before attaching again, so that nobody waits for the
 /// interpreter with the lock in hand.
 #[derive(Debug)]
 pub(super) struct Guarded<H: Send>(ProcessLocal<RwLock<H>>);
@@ -37,6 +37,12 @@ impl<H: Send + Sync> Guarded<H> {
             call.take().map(|call| call(&handle))
         });
         Ok(done??)
+    }
+
+    /// Calls `call` attached, and alone with the handle, if nobody else uses it just now. It waits for
+    /// nothing, and is short: to detach and attach again would cost more.
+    pub(super) fn try_change<R>(&self, call: impl FnOnce(&mut H) -> R) -> Option<R> {
+        self.0.get().ok()?.try_write().map(|mut handle| call(&mut handle))
     }
 
     /// Calls `call` detached, and alone with the handle.

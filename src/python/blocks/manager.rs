@@ -20,6 +20,7 @@ use crate::python::config::{Dimension, Dtype};
 use crate::python::convert::{Layer, NumTokens, number, positions_of};
 use crate::python::error::InvalidInputError;
 use crate::python::fork::{self, ProcessLocal};
+use crate::python::patience::is_long_copy;
 
 /// Blocks of keys and values, which sequences with equal beginnings share.
 ///
@@ -247,9 +248,11 @@ impl PyKvCacheManager {
         handle: Given<'_>,
         num_tokens: NumTokens,
     ) -> PyResult<Option<PyBlockCopy>> {
-        let manager = self.core()?;
-        let copy =
-            handle.0.get().handle.change(py, |handle| manager.extend(handle, num_tokens.0))?;
+        let (manager, handle) = (self.core()?, &handle.0.get().handle);
+        if handle.try_change(|handle| manager.try_extend(handle, num_tokens.0)) == Some(true) {
+            return Ok(None);
+        }
+        let copy = handle.change(py, |handle| manager.extend(handle, num_tokens.0))?;
         Ok(copy.map(PyBlockCopy::from))
     }
 
@@ -476,8 +479,14 @@ impl PyKvCacheManager {
     /// with other tokens, and WrongBlockStateError if a sequence that shares the block has committed
     /// it with other tokens.
     fn commit(&self, py: Python<'_>, handle: Given<'_>, tokens: TokenIds) -> PyResult<()> {
-        let manager = self.core()?;
-        handle.0.get().handle.change(py, |handle| manager.commit(handle, &tokens.0))
+        let (manager, handle) = (self.core()?, &handle.0.get().handle);
+        let is_short = !is_long_copy(size_of_val(tokens.0.as_slice()));
+        let done = is_short
+            && handle.try_change(|handle| manager.try_commit(handle, &tokens.0)) == Some(true);
+        if done {
+            return Ok(());
+        }
+        handle.change(py, |handle| manager.commit(handle, &tokens.0))
     }
 
     /// Raises the epoch by one, and returns it: what was computed before can not be found any more.

@@ -68,52 +68,54 @@ impl<'py> FromPyObject<'_, 'py> for Given<'py> {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        object.cast::<PyPagedKvCacheHandle>().map(|handle| Self(handle.to_owned())).map_err(|_| {
-            PyTypeError::new_err(format!(
-                "a PagedKvCacheHandle is wanted, which KvCacheManager.allocate and fork make, not {}",
-                type_name(&object)
-            ))
-        })
+        let handle = object.cast::<PyPagedKvCacheHandle>();
+        handle.map(|handle| Self(handle.to_owned())).map_err(|_| no_handle(&object))
     }
 }
 
-/// Handles that a caller gave.
+fn no_handle(object: &Bound<'_, PyAny>) -> PyErr {
+    PyTypeError::new_err(format!(
+        "a PagedKvCacheHandle is wanted, which KvCacheManager.allocate and fork make, not {}",
+        type_name(object)
+    ))
+}
+
+/// Handles that a caller gave, in a tuple: that holds them all, so that no reference to each is taken.
 #[derive(Debug)]
-pub(super) struct GivenMany<'py>(Vec<Bound<'py, PyPagedKvCacheHandle>>);
+pub(super) struct GivenMany<'py>(Bound<'py, PyTuple>);
 
 impl<'py> FromPyObject<'_, 'py> for GivenMany<'py> {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let py = object.py();
-        let mut handles = Vec::new();
-        if let Ok(list) = object.cast::<PyList>() {
-            handles.reserve_exact(list.len());
-            for (index, item) in list.iter().enumerate() {
-                handles.push(given(index, item)?);
-            }
-        } else {
-            for (index, item) in object.try_iter()?.enumerate() {
-                push(py, &mut handles, given(index, item?)?)?;
-            }
+        if let Ok(tuple) = object.cast::<PyTuple>() {
+            return Ok(Self(tuple.to_owned()));
         }
-        Ok(Self(handles))
+        if let Ok(list) = object.cast::<PyList>() {
+            return Ok(Self(list.to_tuple()));
+        }
+        let mut items = Vec::new();
+        for item in object.try_iter()? {
+            push(py, &mut items, item?)?;
+        }
+        PyTuple::new(py, items).map(Self)
     }
 }
 
-#[inline]
-fn given(index: usize, item: Bound<'_, PyAny>) -> PyResult<Bound<'_, PyPagedKvCacheHandle>> {
-    // No class derives from it.
-    item.cast_into_exact::<PyPagedKvCacheHandle>().or_else(|error| {
-        let item = error.into_inner();
-        let refused = item.extract::<Given<'_>>().map(|given| given.0);
-        refused.map_err(|error| in_entry(item.py(), index, error))
-    })
-}
-
-impl GivenMany<'_> {
+impl<'py> GivenMany<'py> {
     pub(super) fn len(&self) -> usize {
         self.0.len()
+    }
+
+    fn handles(&self) -> PyResult<Vec<Borrowed<'_, 'py, PyPagedKvCacheHandle>>> {
+        let mut handles = Vec::with_capacity(self.len());
+        for (index, item) in self.0.iter_borrowed().enumerate() {
+            // No class derives from it.
+            let handle = item.cast_exact::<PyPagedKvCacheHandle>();
+            handles.push(handle.map_err(|_| in_entry(item.py(), index, no_handle(&item)))?);
+        }
+        Ok(handles)
     }
 
     /// Calls `call` detached, beside others who do so, with all handles in the order given.
@@ -122,7 +124,8 @@ impl GivenMany<'_> {
         py: Python<'_>,
         call: impl FnOnce(&Reading<'_>) -> Result<R> + Send,
     ) -> PyResult<R> {
-        Guarded::read_all(py, self.0.iter().map(|handle| &handle.get().handle), call)
+        let handles = self.handles()?;
+        Guarded::read_all(py, handles.iter().map(|handle| &handle.get().handle), call)
     }
 
     /// Calls `call` detached, and alone with all handles, in the order given.
@@ -135,20 +138,28 @@ impl GivenMany<'_> {
         py: Python<'_>,
         call: impl FnOnce(&mut Changing<'_>) -> Result<R> + Send,
     ) -> PyResult<R> {
-        let handles = self.0.iter().map(|handle| &handle.get().handle);
-        Guarded::change_all(py, handles, || self.check_distinct(), call)
+        let handles = self.handles()?;
+        let locks = handles.iter().map(|handle| &handle.get().handle);
+        Guarded::change_all(py, locks, || check_distinct(&handles), call)
     }
 
+    /// # Errors
+    ///
+    /// `InvalidInputError` if a handle is given twice.
     pub(super) fn check_distinct(&self) -> PyResult<()> {
-        let mut places = (0..self.len()).collect::<Vec<_>>();
-        places.sort_by_key(|&place| (self.0[place].as_ptr().addr(), place));
-        let same = |[left, right]: &&[usize; 2]| self.0[*left].is(&self.0[*right]);
-        let Some([first, second]) = places.array_windows().find(same) else { return Ok(()) };
-        let cache_id = &self.0[*first].get().cache_id;
-        Err(InvalidInputError::new_err((format!(
-            "the handle {cache_id} is given twice, at {first} and at {second}"
-        ),)))
+        check_distinct(&self.handles()?)
     }
+}
+
+fn check_distinct(handles: &[Borrowed<'_, '_, PyPagedKvCacheHandle>]) -> PyResult<()> {
+    let mut places = (0..handles.len()).collect::<Vec<_>>();
+    places.sort_by_key(|&place| (handles[place].as_ptr().addr(), place));
+    let same = |[left, right]: &&[usize; 2]| handles[*left].is(handles[*right]);
+    let Some([first, second]) = places.array_windows().find(same) else { return Ok(()) };
+    let cache_id = &handles[*first].get().cache_id;
+    Err(InvalidInputError::new_err((format!(
+        "the handle {cache_id} is given twice, at {first} and at {second}"
+    ),)))
 }
 
 #[pymethods]

@@ -159,6 +159,29 @@ impl AnyKvCacheManager {
         own!((self, handle) as (manager, handle) => manager.extend(handle, additional))
     }
 
+    /// Makes room in a block that is there, if nobody else is concerned or uses the books just now; false
+    /// if nothing has changed.
+    pub(super) fn try_extend(&self, handle: &mut AnyPagedHandle, additional: usize) -> bool {
+        match (self, handle) {
+            (Typed::F32(m), Typed::F32(h)) => m.try_extend(h, additional),
+            (Typed::F16(m), Typed::F16(h)) => m.try_extend(h, additional),
+            (Typed::BF16(m), Typed::BF16(h)) => m.try_extend(h, additional),
+            (Typed::I8(m), Typed::I8(h)) => m.try_extend(h, additional),
+            _ => false,
+        }
+    }
+
+    /// Commits tokens that fill no block; false if nothing has changed.
+    pub(super) fn try_commit(&self, handle: &mut AnyPagedHandle, tokens: &[u32]) -> bool {
+        match (self, handle) {
+            (Typed::F32(m), Typed::F32(h)) => m.try_commit(h, tokens),
+            (Typed::F16(m), Typed::F16(h)) => m.try_commit(h, tokens),
+            (Typed::BF16(m), Typed::BF16(h)) => m.try_commit(h, tokens),
+            (Typed::I8(m), Typed::I8(h)) => m.try_commit(h, tokens),
+            _ => false,
+        }
+    }
+
     pub(super) fn truncate(
         &self,
         handle: &mut AnyPagedHandle,
