@@ -18,6 +18,7 @@ from kvspan.errors import (
     ReleasedError,
     StaleHandleError,
 )
+from support import isolated
 
 KV_HEADS, DIM = 2, 8
 DTYPES = ["float32", "float16", "bfloat16", "int8"]
@@ -448,6 +449,7 @@ def test_a_pool_says_what_it_computes_with():
     assert repr(pool) == f"AttentionPool(2, instructions='{pool.instructions}')"
 
 
+@isolated  # from pools whose threads are still ending
 def test_the_threads_of_a_pool_end_with_it():
     before = threads_of_this_process()
     pool = kvspan.AttentionPool(3)
