@@ -419,6 +419,27 @@ fn scores_far_apart_overflow_nothing() {
 }
 
 #[test]
+fn a_soft_cap_of_any_size_bounds_scores_with_little_error() {
+    let shape = GROUPED;
+    let keys = numbers(1, 200 * shape.width());
+    let cache = cache::<f32>(shape, &keys, &numbers(2, keys.len()));
+    for softcap in [1e-45, 1e-39, 1e-3, 0.3, 4.0, 1e3, 1e5, 1e7, 1e20, f32::MAX] {
+        let options = Attention { softcap: Some(softcap), ..Attention::default() };
+        for elements in [numbers(3, shape.query_width()), vec![0.0; shape.query_width()]] {
+            let wanted = naive(&options, shape, &elements, &stored(&cache));
+            for instructions in Instructions::available() {
+                let pool = AttentionPool::with_instructions(1, instructions).unwrap().unwrap();
+                let mut out = vec![f32::NAN; elements.len()];
+                let query = query(shape, &elements);
+                assert_eq!(options.attend_layer(query, &cache, &pool, &mut out), Ok(()));
+                let difference = difference(&out, &wanted);
+                assert!(difference < 1e-6, "{softcap} {instructions:?}: {difference}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_layer_can_grow_while_it_is_attended_to() {
     let shape = GROUPED;
     let keys = numbers(1, 10 * shape.width());

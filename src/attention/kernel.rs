@@ -125,9 +125,12 @@ impl Tile<'_> {
                 for row in first_row..first_row + block.num_rows {
                     let weights = &mut weights[row * TILE..][..num_lanes];
                     if let Some(softcap) = self.task.softcap {
+                        let softcap = splat(simd, softcap);
                         for lanes in weights.chunks_exact_mut(S::f32s::LEN) {
-                            let score = tanh(simd, S::f32s::from_slice(simd, lanes));
-                            (score * splat(simd, softcap * LOG2_E)).store_slice(lanes);
+                            let score = S::f32s::from_slice(simd, lanes);
+                            // Neither the reciprocal of a bound nor a multiple is always finite.
+                            let score = tanh(simd, score / softcap) * softcap;
+                            (score * splat(simd, LOG2_E)).store_slice(lanes);
                         }
                     }
                     weights[..seen.start].fill(f32::NEG_INFINITY);
@@ -431,7 +434,14 @@ fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
 /// The hyperbolic tangent.
 #[inline(always)]
 fn tanh<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
-    let one = splat(simd, 1.0);
-    let power = exp2(simd, x.abs() * splat(simd, -2.0 * LOG2_E));
-    ((one - power) / (one + power)).copysign(x)
+    let (one, magnitude) = (splat(simd, 1.0), x.abs());
+    let power = exp2(simd, magnitude * splat(simd, -2.0 * LOG2_E));
+    let large = ((one - power) / (one + power)).copysign(x);
+    // Close to 0 the difference from 1 has few bits, but the Taylor series of `tanh(x) / x` is short.
+    let square = x * x;
+    let mut ratio = splat(simd, 62.0 / 2835.0);
+    for c in [-17.0 / 315.0, 2.0 / 15.0, -1.0 / 3.0, 1.0] {
+        ratio = ratio.mul_add(square, splat(simd, c));
+    }
+    magnitude.simd_lt(splat(simd, 0.25)).select(x * ratio, large)
 }

@@ -110,9 +110,9 @@ impl<'a> Task<'a> {
     }
 
     /// The query in rows of `width`, of which zeros fill the rest, so that the product with a key is the
-    /// score, or the score through the soft cap.
+    /// score: an exponent of 2, or of e if there is a soft cap to go through first.
     pub(super) fn scaled_query(&self, width: usize) -> Vec<f32> {
-        let factor = self.softcap.map_or(LOG2_E, f32::recip) * self.scale;
+        let factor = if self.softcap.is_none() { LOG2_E * self.scale } else { self.scale };
         let mut rows = vec![0.0; self.query.len() / self.context.head_dim() * width];
         for (row, place) in rows.chunks_mut(width).zip(self.places()) {
             for (x, q) in row.iter_mut().zip(&self.query[place]) {
