@@ -482,6 +482,7 @@ fn bad_shapes_are_refused_with_their_numbers_and_change_nothing() {
     refused([1, 4, 8], 33, mismatch("elements of the output", 33, 32));
     refused([1, usize::MAX, 8], 0, mismatch("elements of the query", 1000, usize::MAX));
     assert_eq!(attend([0, 4, 8], &mut []), Ok(()));
+    assert_eq!(attend([0, usize::MAX - 1, 8], &mut []), Ok(()));
 
     let empty = LayerKvCache::new(cache.config);
     let query = query(shape, &elements[..32]);

@@ -248,7 +248,9 @@ impl Attention {
         let Self { causal, window, softcap, .. } = *self;
         let scale = self.scale.unwrap_or_else(|| share(1, head_dim).sqrt());
         let block = (ROWS / num_q_heads).max(1);
-        let queries = query.elements.chunks(block * num_q_heads * head_dim);
+        // Of no tokens there may be more heads than a number can say.
+        let width = num_q_heads.saturating_mul(head_dim);
+        let queries = query.elements.chunks(block.saturating_mul(width));
         Ok(queries.enumerate().map(move |(index, query)| Task {
             context,
             query,
