@@ -737,6 +737,8 @@ fn tensors_of_somebody_else_are_read_and_lies_are_refused() {
     refused(no_heads, KvError::InvalidConfig { field: "num_heads" });
     let unscaled = Told { dtype: DType::I8, shape: [20, 2, 8], ..honest.clone() };
     refused(unscaled, mismatch("scales of a segment", 0, 16));
+    let endless = Told { num_segments: usize::MAX, ..honest.clone() };
+    refused(endless, KvError::OutOfMemory { bytes: usize::MAX });
     let huge = Told { shape: [1, usize::MAX, 8], ..honest };
     let overflow =
         KvError::SizeOverflow { capacity: 1, num_heads: usize::MAX, head_dim: 8, itemsize: 4 };

@@ -91,7 +91,8 @@ impl<'a> Context<'a> {
     /// # Errors
     ///
     /// [`KvError::ShapeMismatch`] and [`KvError::DTypeMismatch`] if the two do not belong together,
-    /// or if their segments are not what their shapes say.
+    /// or if their segments are not what their shapes say; [`KvError::OutOfMemory`] if they say that
+    /// there are too many.
     pub fn of_tensors(keys: &'a dyn TensorLike, values: &'a dyn TensorLike) -> Result<Self> {
         let [num_tokens, num_heads, head_dim] = keys.shape();
         if values.dtype() != keys.dtype() {
@@ -121,7 +122,11 @@ impl<'a> Context<'a> {
                 return Err(KvError::InvalidConfig { field });
             }
         }
-        let segments = Vec::with_capacity(num_segments);
+        // Some tensors may say that they have more than there can be.
+        let mut segments: Vec<Segment<'_>> = Vec::new();
+        let bytes = num_segments.saturating_mul(size_of::<Segment<'_>>());
+        let reserved = segments.try_reserve_exact(num_segments);
+        reserved.map_err(|_| KvError::OutOfMemory { bytes })?;
         Ok(Self { dtype, num_heads, head_dim, segments, len: 0 })
     }
 
