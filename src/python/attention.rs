@@ -12,7 +12,7 @@ use super::blocks::{PyCacheTensor, PyContiguousKvCacheHandle, PyPagedKvCacheHand
 use super::buffer::{Opened, Room, SpanMemory, Tokens, Wanted};
 use super::cache::PyLayerKvCache;
 use super::config::Dimension;
-use super::convert::{Layer, NumTokens, in_entry, type_name};
+use super::convert::{Layer, NumTokens, in_entry, positions_of, type_name};
 use super::error::InvalidInputError;
 use super::fork::{self, ProcessLocal};
 use super::patience::SIGNAL_INTERVAL;
@@ -224,7 +224,9 @@ fn axes_of(query: &Bound<'_, PyAny>) -> PyResult<Axes> {
             type_name(query)
         )));
     };
-    let axes = shape.extract::<Vec<usize>>()?;
+    // One more than there may be, of a shape that may have no end.
+    let axes = shape.try_iter()?.take(4).map(|axis| axis?.extract());
+    let axes = axes.collect::<PyResult<Vec<_>>>()?;
     if let [_, _] | [_, _, _] = *axes {
         return Ok(Axes(axes));
     }
@@ -288,9 +290,9 @@ fn sequences(
         held.push(item.map_err(|error| in_entry(cache.py(), index, error))?);
     }
     let lens = match query_lens {
-        Some(lens) => lens.try_iter()?.map(|len| Ok(len?.extract::<NumTokens>()?.0)).collect(),
-        None => Ok::<_, PyErr>(vec![1; held.len()]),
-    }?;
+        Some(lens) => positions_of(lens)?,
+        None => vec![1; held.len()],
+    };
     let total = lens.iter().try_fold(0_usize, |total, &len| total.checked_add(len));
     if lens.len() != held.len() || total != Some(q_tokens) {
         return Err(InvalidInputError::new_err((format!(

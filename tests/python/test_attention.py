@@ -1,7 +1,9 @@
 """Attention in place, against a softmax in float64 that has every score in front of it."""
 
+import collections.abc
 import gc
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -411,6 +413,20 @@ def test_what_is_over_can_not_be_attended_to():
 @pytest.mark.parametrize("query", [[[1.0] * DIM] * 4, None, 3.0])
 def test_a_query_is_an_array(query):
     with pytest.raises(TypeError, match="query must be a float32 array"):
+        kvspan.attention(query, new_cache(5))
+
+
+@pytest.mark.parametrize("length", [2**60, 2**44])
+def test_a_shape_can_lie_about_its_length(length):
+    class Shape(collections.abc.Sequence):
+        def __len__(self):
+            return length
+
+        def __getitem__(self, axis):
+            return 1
+
+    query = types.SimpleNamespace(shape=Shape())
+    with pytest.raises(InvalidInputError, match="query has shape"):
         kvspan.attention(query, new_cache(5))
 
 

@@ -142,6 +142,7 @@ def test_ctrl_c_ends_the_reading_of_endless_input():
         lambda: manager.write_many(0, itertools.repeat(handle), [0], rows, rows),
         lambda: manager.write_many(0, [handle], itertools.repeat(0), rows, rows),
         lambda: manager.allocate([1], extra_keys={0: itertools.repeat(b"")}),
+        lambda: kvspan.attention(rows, [handle], 0, query_lens=itertools.repeat(1)),
     ]:
         # Sent by another process, since no thread of this one gets a turn meanwhile.
         command = f"sleep 1; date +%s.%N; kill -INT {os.getpid()}"
