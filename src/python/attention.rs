@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
 use super::blocks::{PyCacheTensor, PyContiguousKvCacheHandle, PyPagedKvCacheHandle, PyPagedSpan};
-use super::buffer::{Opened, Room, SpanMemory, Tokens, Wanted};
+use super::buffer::{Opened, Room, SpanMemory, Tokens, Wanted, call};
 use super::cache::PyLayerKvCache;
 use super::config::Dimension;
 use super::convert::{Layer, NumTokens, in_entry, positions_of, type_name};
@@ -332,7 +332,8 @@ fn hold(cache: &Bound<'_, PyAny>, layer: Option<Layer>) -> PyResult<Held> {
         return span.get().memory(py).map(Held::Memory);
     }
     if cache.is_instance(&py.import("kvspan")?.getattr("KvCacheHandle")?)? {
-        let pair = cache.call_method1("kv_cache", (wanted_layer(layer)?.0,))?;
+        let arguments = PyTuple::new(py, [wanted_layer(layer)?.0])?;
+        let pair = call(&cache.getattr("kv_cache")?, &arguments, None)?;
         let (keys, values) = pair.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>()?;
         return tensors((tensor_of("keys", &keys)?, tensor_of("values", &values)?));
     }

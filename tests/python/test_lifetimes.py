@@ -238,8 +238,31 @@ cache.initialize(4)
 manager = kvspan.KvCacheManager(512, block_size=1)
 tensor = manager.allocate(range(512)).key_cache(0)
 
+rows = np.ones((1, 4, 64), np.float32)
+
 def busy(*_):
     return sum(range(1000))
+
+class Exporter:
+    # Speaks DLPack alone, in Python, as the tensors of some libraries do.
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+
+    def __dlpack__(self, **options):
+        busy()
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        busy()
+        return self.array.__dlpack_device__()
+
+class OwnHandle(kvspan.KvCacheHandle):
+    block_table = device = num_layers = num_heads = head_dim = is_valid = cache_id = None
+    key_cache = value_cache = clone_handle = stats = None
+
+    def kv_cache(self, layer):
+        busy()
+        return rows, rows
 
 def work():
     begun.release()
@@ -263,6 +286,9 @@ threading.Event().wait(0.2)
         "tensor.numpy()",
         "np.asarray(tensor, np.float64)",
         "np.asarray(cache.view().key_view, np.float64)",
+        "kvspan.attention(rows, OwnHandle(), 0)",
+        "kvspan.attention(Exporter(rows), OwnHandle(), 0)",
+        "kvspan.BlockTable(16, Exporter(np.array([1, 2])))",
     ],
 )
 def test_daemon_threads_do_not_crash_the_end_of_the_interpreter(call):

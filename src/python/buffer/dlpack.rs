@@ -12,10 +12,10 @@ use std::slice;
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyCapsule, PyDict};
+use pyo3::types::{PyCapsule, PyDict, PyTuple};
 
+use super::call::call;
 use super::lease::{Layout, SpanMemory, Tensor};
-
 use crate::dtype::DType;
 use crate::error::KvError;
 use crate::memory::Run;
@@ -123,17 +123,18 @@ impl Imported {
     /// Asks an object for its tensor, which may run Python code.
     pub(super) fn take(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = object.py();
-        let device = object.call_method0("__dlpack_device__")?.extract::<(i32, i32)>()?;
+        let nothing = PyTuple::empty(py);
+        let device = call(&object.getattr("__dlpack_device__")?, &nothing, None)?;
+        let device = device.extract::<(i32, i32)>()?;
         if device.0 != CPU.0 {
             return Err(PyBufferError::new_err(format!("it is on device {device:?}, not the CPU")));
         }
         let options = PyDict::new(py);
         options.set_item("max_version", (VERSION.major, VERSION.minor))?;
-        let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
+        let export = object.getattr("__dlpack__")?;
+        let capsule = match call(&export, &nothing, Some(&options)) {
             // As from a library that is older than versions.
-            Err(error) if error.is_instance_of::<PyTypeError>(py) => {
-                object.call_method0("__dlpack__")
-            }
+            Err(error) if error.is_instance_of::<PyTypeError>(py) => call(&export, &nothing, None),
             other => other,
         };
         let capsule = capsule?;

@@ -10,6 +10,7 @@ use pyo3::exceptions::{PyException, PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyMemoryView, PySequence, PyString, PyTuple};
 
+use super::call::call;
 use crate::ids::widen;
 use crate::memory::Run;
 use crate::python::convert::{number, push, type_name};
@@ -109,7 +110,8 @@ fn in_memory(
         return in_buffer(&buffer, py, noun, axes).map(Some);
     }
     if object.hasattr("__dlpack__")? {
-        let array = py.import("numpy")?.call_method1("from_dlpack", (object,));
+        let from_dlpack = py.import("numpy")?.getattr("from_dlpack")?;
+        let array = call(&from_dlpack, &PyTuple::new(py, [object])?, None);
         let array = array.map_err(|error| unreadable(py, noun, error))?;
         return in_array(array.cast()?, noun, axes).map(Some);
     }
