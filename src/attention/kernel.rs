@@ -20,7 +20,7 @@ use fearless_simd::Simd;
 use fearless_simd::prelude::*;
 
 use super::context::{HeadRows, RUN, Run};
-use super::lanes::{Lanes, group_size};
+use super::lanes::{Lanes, from_lanes, group_size, to_lanes};
 use super::task::{Partial, PartialRow, RowBlock, TILE, Task, intersection};
 use crate::memory::prefetch;
 
@@ -31,7 +31,8 @@ const FETCH_EVERY: usize = 16;
 #[inline(always)]
 pub(super) fn attend<S: Simd, T: Lanes>(simd: S, task: &Task<'_>) -> Partial {
     let width = task.context.head_dim().next_multiple_of(group_size::<S, T>());
-    let query = task.scaled_query(width);
+    let mut query = task.scaled_query(width);
+    to_lanes::<S, T>(&mut query);
     let mut partial = Partial::new(query.len() / width, width);
     let mut weights = vec![0.0; query.len() / width * TILE];
     let mut blocks = Vec::new();
@@ -45,6 +46,7 @@ pub(super) fn attend<S: Simd, T: Lanes>(simd: S, task: &Task<'_>) -> Partial {
         tile.accumulate::<S, T>(simd, &mut weights, &mut partial);
         start = tile.tokens.end;
     }
+    from_lanes::<S, T>(&mut partial.sums);
     partial
 }
 

@@ -12,13 +12,20 @@ use crate::dtype::{Element, bf16, f16};
 
 /// An element type that the kernel reads.
 ///
-/// Elements come in *groups*: as many as fill one vector, which become one or more vectors of `f32`.
+/// Elements come in *groups*: as many as fill one vector, which become one or more vectors of `f32`. They
+/// need not keep their order in these.
 pub(super) trait Lanes: Element {
     /// A group in vectors.
     type Vectors<S: Simd>: AsRef<[S::f32s]> + AsMut<[S::f32s]> + Copy;
 
     /// How many vectors that is.
     const VECTORS: usize;
+
+    /// Which lane of the vectors of a group an element goes to.
+    #[inline(always)]
+    fn lane<S: Simd>(element: usize) -> usize {
+        element
+    }
 
     /// A group of zeros.
     fn zeros<S: Simd>(simd: S) -> Self::Vectors<S>;
@@ -48,6 +55,32 @@ pub(super) fn group_size<S: Simd, T: Lanes>() -> usize {
 /// Bytes of the widest vector.
 const MAX_GROUP: usize = 64;
 
+/// Puts the numbers of rows that are multiplied with elements where these go.
+#[inline(always)]
+pub(super) fn to_lanes<S: Simd, T: Lanes>(rows: &mut [f32]) {
+    move_in_groups::<S, T>(rows, |numbers, lanes, element, lane| lanes[lane] = numbers[element]);
+}
+
+/// Puts numbers that were made of elements in the order of these.
+#[inline(always)]
+pub(super) fn from_lanes<S: Simd, T: Lanes>(rows: &mut [f32]) {
+    move_in_groups::<S, T>(rows, |lanes, numbers, element, lane| numbers[element] = lanes[lane]);
+}
+
+#[inline(always)]
+fn move_in_groups<S: Simd, T: Lanes>(
+    rows: &mut [f32],
+    move_one: impl Fn(&[f32], &mut [f32], usize, usize),
+) {
+    for group in rows.chunks_exact_mut(group_size::<S, T>()) {
+        let mut moved = [0.0; MAX_GROUP];
+        for element in 0..group.len() {
+            move_one(group, &mut moved, element, T::lane::<S>(element));
+        }
+        group.copy_from_slice(&moved[..group.len()]);
+    }
+}
+
 impl Lanes for f32 {
     type Vectors<S: Simd> = [S::f32s; 1];
     const VECTORS: usize = 1;
@@ -72,10 +105,19 @@ impl Lanes for bf16 {
         [S::f32s::splat(simd, 0.0); 2]
     }
 
+    /// Elements of even and of odd index become a vector each: to take pairs apart needs less than to
+    /// move all of them.
+    #[inline(always)]
+    fn lane<S: Simd>(element: usize) -> usize {
+        element / 2 + element % 2 * S::f32s::LEN
+    }
+
     #[inline(always)]
     fn widen_group<S: Simd>(simd: S, elements: &[Self]) -> [S::f32s; 2] {
-        let (low, high) = S::u16s::from_slice(simd, elements.reinterpret_cast()).widen();
-        [(low << 16).bitcast(), (high << 16).bitcast()]
+        let pairs: S::u32s = S::u16s::from_slice(simd, elements.reinterpret_cast()).bitcast();
+        let (low, high) = (pairs << 16, pairs & S::u32s::splat(simd, 0xffff_0000));
+        let (even, odd) = if cfg!(target_endian = "little") { (low, high) } else { (high, low) };
+        [even.bitcast(), odd.bitcast()]
     }
 }
 
