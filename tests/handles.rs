@@ -399,6 +399,44 @@ fn the_tensor_of_a_layer_that_is_emptied_meanwhile_has_what_is_left() {
 }
 
 #[test]
+fn keys_and_values_are_one_view_which_ends_with_the_last_of_them() {
+    let handle = ContiguousKvCacheHandle::<f32>::make();
+    let cache = handle.layer(0).expect("it is there").clone();
+    let (keys, values) = handle.kv_cache(0).expect("the handle is alive");
+    let pinned = Err(KvError::Pinned { range: 0..NUM_TOKENS, pins: 1 });
+    assert_eq!(cache.truncate(0), pinned);
+    drop(keys);
+    assert_eq!(cache.truncate(0), pinned);
+    drop(values);
+    assert_eq!(cache.truncate(0), Ok(()));
+
+    let Paged(manager, handle) = Paged::make();
+    let pins = || manager.inspect().blocks.iter().map(|block| block.pin_count).sum::<usize>();
+    let (keys, values) = handle.kv_cache(0).expect("the handle is alive");
+    assert_eq!(pins(), 3);
+    drop(values);
+    assert_eq!(pins(), 3);
+    drop(keys);
+    assert_eq!(pins(), 0);
+}
+
+#[test]
+fn keys_and_values_of_a_layer_that_grows_meanwhile_are_equally_long() {
+    let config =
+        KVCacheConfig { max_tokens_per_seq: 1 << 17, num_heads: 1, hidden_dim_per_head: 1 };
+    let cache = LayerKvCache::new(config);
+    let handle = ContiguousKvCacheHandle::new(vec![cache.clone()]).expect("it is one layer");
+    thread::scope(|scope| {
+        let growing = scope.spawn(|| while cache.append(&[1.0], &[2.0]).is_ok() {});
+        while !growing.is_finished() {
+            let (keys, values) = handle.kv_cache(0).expect("the handle is alive");
+            let lens = [keys, values].map(|tensor| tensor.expect("it is a tensor").shape()[0]);
+            assert_eq!(lens[0], lens[1]);
+        }
+    });
+}
+
+#[test]
 fn a_contiguous_handle_that_is_refused_an_append_shares_its_layers_still() {
     let mut handle = ContiguousKvCacheHandle::make();
     let clone = handle.clone_handle().unwrap();

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
-use super::tensor::{Plane, PlaneOf};
+use super::tensor::planes;
 use super::{CacheHandleStats, Device, KvCacheHandle, TensorRef};
 use crate::block::BlockTable;
 use crate::dtype::{Element, Transfer};
@@ -189,8 +189,9 @@ impl<T: Element> ContiguousKvCacheHandle<T> {
         cache.pin_until(0, None, Deadline::Never)
     }
 
-    fn tensor(&self, layer: usize, plane: Plane) -> Result<Option<TensorRef>> {
-        Ok(Some(Arc::new(PlaneOf { span: self.pin(layer)?, plane })))
+    /// The keys and the values of a layer, of one moment.
+    fn tensors(&self, layer: usize) -> Result<[Option<TensorRef>; 2]> {
+        Ok(planes(self.pin(layer)?).map(Some))
     }
 
     fn touch(&self) {
@@ -239,11 +240,15 @@ impl<T: Element> KvCacheHandle for ContiguousKvCacheHandle<T> {
     }
 
     fn key_cache(&self, layer: usize) -> Result<Option<TensorRef>> {
-        self.tensor(layer, Plane::Keys)
+        self.tensors(layer).map(|[keys, _]| keys)
     }
 
     fn value_cache(&self, layer: usize) -> Result<Option<TensorRef>> {
-        self.tensor(layer, Plane::Values)
+        self.tensors(layer).map(|[_, values]| values)
+    }
+
+    fn kv_cache(&self, layer: usize) -> Result<(Option<TensorRef>, Option<TensorRef>)> {
+        self.tensors(layer).map(<(_, _)>::from)
     }
 
     fn clone_handle(&self) -> Result<Arc<dyn KvCacheHandle>> {

@@ -102,6 +102,9 @@ pub trait KvCacheHandle: Send + Sync + fmt::Debug {
 
     /// Returns the keys and the values of a layer.
     ///
+    /// Those that this crate implements are of one moment, and one view, which ends with the last of
+    /// the two.
+    ///
     /// # Errors
     ///
     /// Those of [`key_cache`](Self::key_cache).

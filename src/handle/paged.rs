@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
-use super::tensor::{Plane, PlaneOf};
+use super::tensor::planes;
 use super::{CacheHandleStats, Device, KvCacheHandle, TensorRef};
 use crate::block::{BlockTable, segments};
 use crate::dtype::Element;
@@ -333,10 +333,11 @@ impl<T: Element> PagedKvCacheHandle<T> {
         Ok(())
     }
 
-    fn tensor(&self, layer: usize, plane: Plane) -> Result<Option<TensorRef>> {
+    /// The keys and the values of a layer, of one moment.
+    fn tensors(&self, layer: usize) -> Result<[Option<TensorRef>; 2]> {
         match self.view(layer, 0, self.readable()) {
-            Ok(span) => Ok(Some(Arc::new(PlaneOf { span, plane }))),
-            Err(KvError::NoStorage) => Ok(None),
+            Ok(span) => Ok(planes(span).map(Some)),
+            Err(KvError::NoStorage) => Ok([None, None]),
             Err(error) => Err(error),
         }
     }
@@ -530,11 +531,15 @@ impl<T: Element> KvCacheHandle for PagedKvCacheHandle<T> {
     }
 
     fn key_cache(&self, layer: usize) -> Result<Option<TensorRef>> {
-        self.tensor(layer, Plane::Keys)
+        self.tensors(layer).map(|[keys, _]| keys)
     }
 
     fn value_cache(&self, layer: usize) -> Result<Option<TensorRef>> {
-        self.tensor(layer, Plane::Values)
+        self.tensors(layer).map(|[_, values]| values)
+    }
+
+    fn kv_cache(&self, layer: usize) -> Result<(Option<TensorRef>, Option<TensorRef>)> {
+        self.tensors(layer).map(<(_, _)>::from)
     }
 
     fn clone_handle(&self) -> Result<Arc<dyn KvCacheHandle>> {

@@ -72,18 +72,24 @@ impl dyn TensorLike {
     }
 }
 
+/// Returns the keys and the values of a span that stays as it is, until both are gone.
+pub(super) fn planes<S: Segments + 'static>(span: S) -> [TensorRef; 2] {
+    let span = Arc::new(span);
+    [Plane::Keys, Plane::Values]
+        .map(|plane| -> TensorRef { Arc::new(PlaneOf { span: Arc::clone(&span), plane }) })
+}
+
 /// Which half of keys and values.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Plane {
+enum Plane {
     Keys,
     Values,
 }
 
-/// Keys or values out of a span that stays as it is.
 #[derive(Debug)]
-pub(super) struct PlaneOf<S> {
-    pub(super) span: S,
-    pub(super) plane: Plane,
+struct PlaneOf<S> {
+    span: Arc<S>,
+    plane: Plane,
 }
 
 /// An owned span, in one or more segments.

@@ -137,6 +137,17 @@ def test_tensors_are_keys_and_values(new):
             assert_array_equal(np.asarray(found), expected)
 
 
+def test_keys_and_values_of_a_layer_are_one_view():
+    manager = new_manager(num_layers=2)
+    handle = start(manager, PROMPT)
+    keys, values = handle.kv_cache(1)
+    assert [block.pin_count for block in manager.inspect().blocks][:3] == [1, 1, 0]
+    keys.release()
+    assert manager.inspect().blocks[0].pin_count == 1
+    values.release()
+    assert manager.inspect().blocks[0].pin_count == 0
+
+
 @each_kind
 @pytest.mark.parametrize("layer", [2, -1, 2**70])
 def test_layer_that_does_not_exist_is_an_error(new, layer):

@@ -267,7 +267,9 @@ impl PyPagedKvCacheHandle {
         PyCacheTensor::of_layer(py, values)
     }
 
-    /// Returns the keys and the values of a layer.
+    /// Returns the keys and the values of a layer, both of one moment.
+    ///
+    /// They are one view, which ends with the last of the two.
     ///
     /// Raises LayerOutOfRangeError or StaleHandleError.
     fn kv_cache(
