@@ -935,14 +935,18 @@ class AttentionPool:
     def num_threads(self) -> int:
         """How many threads compute, the caller's among them."""
     @property
-    def instructions(self) -> str:
+    def instructions(self) -> Literal["avx512", "avx2", "portable"]:
         """What the processor offers and is used."""
 
 _Attended: TypeAlias = LayerKvCache | KVSpan | PagedSpan | KvCacheHandle
+_Out = TypeVar("_Out", bound=_Memory)
 
+# A sequence of caches must be a list or a tuple, which is checked at run time: of a list, type checkers
+# would want the very type of its items.
+@overload
 def attention(
     query: _Memory,
-    cache: _Attended | list[_Attended] | tuple[_Attended, ...],
+    cache: _Attended | Sequence[_Attended],
     layer: SupportsIndex | None = None,
     *,
     scale: SupportsFloat | None = None,
@@ -950,10 +954,24 @@ def attention(
     window: SupportsIndex | None = None,
     softcap: SupportsFloat | None = None,
     query_lens: _Indices | None = None,
-    out: _Memory | None = None,
+    out: None = None,
     pool: AttentionPool | None = None,
-) -> Any:
+) -> _Float32Array:
     """Returns softmax(query @ keys * scale) @ values."""
 
+@overload
+def attention(
+    query: _Memory,
+    cache: _Attended | Sequence[_Attended],
+    layer: SupportsIndex | None = None,
+    *,
+    scale: SupportsFloat | None = None,
+    causal: bool = True,
+    window: SupportsIndex | None = None,
+    softcap: SupportsFloat | None = None,
+    query_lens: _Indices | None = None,
+    out: _Out,
+    pool: AttentionPool | None = None,
+) -> _Out: ...
 def _after_fork_in_child(had_threads: bool) -> None:
     """Marks all existing objects as the parent's."""

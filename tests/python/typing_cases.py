@@ -4,7 +4,7 @@ import array
 import copy
 import ctypes
 from collections.abc import Iterator
-from typing import Any, assert_type
+from typing import Any, Literal, assert_type
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 
 import kvspan
 from kvspan import (
+    AttentionPool,
     BlockCopy,
     BlockPicture,
     BlockTable,
@@ -352,3 +353,26 @@ def many(manager: KvCacheManager, ids: npt.NDArray[np.int64]) -> None:
     manager.free_many(handles)
     manager.extend_many(handles[0])  # type: ignore[arg-type]
     manager.commit_many(handles, None)  # type: ignore[arg-type]
+
+
+def attended(
+    query: Float32Array,
+    cache: LayerKvCache,
+    manager: KvCacheManager,
+    mine: KvCacheHandle,
+    buffer: array.array[float],
+) -> None:
+    pool = AttentionPool(2)
+    assert_type(pool.instructions, Literal["avx512", "avx2", "portable"])
+    handles = manager.allocate_many([[1], [2, 3]])
+    assert_type(kvspan.attention(query, cache), Float32Array)
+    assert_type(kvspan.attention(query, handles, 0, pool=pool), Float32Array)
+    assert_type(kvspan.attention(query, tuple(handles), 0, window=8, softcap=30), Float32Array)
+    assert_type(kvspan.attention(query, [cache, cache], query_lens=[1, 2]), Float32Array)
+    assert_type(kvspan.attention(query, [handles[0], mine], 0), Float32Array)
+    assert_type(kvspan.attention(query, cache.view(), out=None), Float32Array)
+    assert_type(kvspan.attention(query, handles, 0, out=query), Float32Array)
+    assert_type(kvspan.attention(query, cache, out=buffer), array.array[float])
+
+    kvspan.attention(query, [1])  # type: ignore[list-item]
+    kvspan.attention(query, cache, out=1)  # type: ignore[call-overload]
