@@ -21,7 +21,8 @@ use fearless_simd::prelude::*;
 
 use super::context::{HeadRows, RUN, Run};
 use super::lanes::{Lanes, from_lanes, group_size, to_lanes};
-use super::task::{Partial, PartialRow, RowBlock, TILE, Task, intersection};
+use super::task::{Partial, PartialRow, RowBlock, TILE, Task, filled, intersection};
+use crate::error::Result;
 use crate::memory::prefetch;
 
 /// For how many tokens values are added between two fetches of as many bytes.
@@ -29,12 +30,12 @@ const FETCH_EVERY: usize = 16;
 
 /// Computes a task with the instructions of `simd`.
 #[inline(always)]
-pub(super) fn attend<S: Simd, T: Lanes>(simd: S, task: &Task<'_>) -> Partial {
+pub(super) fn attend<S: Simd, T: Lanes>(simd: S, task: &Task<'_>) -> Result<Partial> {
     let width = task.context.head_dim().next_multiple_of(group_size::<S, T>());
-    let mut query = task.scaled_query(width);
+    let mut query = task.scaled_query(width)?;
     to_lanes::<S, T>(&mut query);
-    let mut partial = Partial::new(query.len() / width, width);
-    let mut weights = vec![0.0; query.len() / width * TILE];
+    let mut partial = Partial::new(query.len() / width, width)?;
+    let mut weights = filled(query.len() / width * TILE, 0.0)?;
     let mut blocks = Vec::new();
     let mut start = task.tokens.start;
     while start < task.tokens.end {
@@ -47,7 +48,7 @@ pub(super) fn attend<S: Simd, T: Lanes>(simd: S, task: &Task<'_>) -> Partial {
         start = tile.tokens.end;
     }
     from_lanes::<S, T>(&mut partial.sums);
-    partial
+    Ok(partial)
 }
 
 /// Some of the tokens of a task.

@@ -4,7 +4,7 @@ mod context;
 mod kernel;
 mod lanes;
 mod pool;
-mod task;
+pub(crate) mod task;
 
 pub use context::Context;
 use fearless_simd::{Level, dispatch};
@@ -53,6 +53,7 @@ const SLICES: usize = 8;
 /// * [`KvError::NothingToAttend`] if there are no tokens; [`KvError::QueryTooLong`] if there are less
 ///   than query tokens, and attention is causal.
 /// * [`KvError::InvalidOption`] for a field that makes no sense.
+/// * [`KvError::OutOfMemory`] if there is no room for what is summed until all of it is.
 ///
 /// # Examples
 ///
@@ -220,6 +221,7 @@ impl Attention {
         check("elements of the output", out.len(), done)?;
         let level = pool.level();
         let partials = pool.map(tasks.len(), |index| compute(level, &tasks[index]), pause)?;
+        let partials = partials.into_iter().collect::<Result<Vec<_>>>()?;
         for (slices, elements) in places {
             tasks[slices.start].merge(&partials[slices], &mut out[elements]);
         }
@@ -288,7 +290,7 @@ fn tensors_of(handle: &dyn KvCacheHandle, layer: usize) -> Result<(TensorRef, Te
 }
 
 /// Computes a task with these instructions.
-fn compute(level: Level, task: &Task<'_>) -> Partial {
+fn compute(level: Level, task: &Task<'_>) -> Result<Partial> {
     match task.context.dtype() {
         DType::F32 => dispatch!(level, simd => kernel::attend::<_, f32>(simd, task)),
         DType::F16 => dispatch!(level, simd => kernel::attend::<_, f16>(simd, task)),

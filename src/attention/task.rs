@@ -4,6 +4,7 @@ use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 use super::context::Context;
+use crate::error::{KvError, Result};
 
 /// Tokens whose scores are made before any of their values are read: a multiple of any number of lanes.
 pub(super) const TILE: usize = 128;
@@ -56,13 +57,13 @@ pub(super) struct PartialRow<'a> {
 
 impl Partial {
     /// Of no tokens.
-    pub(super) fn new(num_rows: usize, width: usize) -> Self {
-        Self {
-            max: vec![f32::NEG_INFINITY; num_rows],
-            norm: vec![0.0; num_rows],
-            sums: vec![0.0; num_rows * width],
+    pub(super) fn new(num_rows: usize, width: usize) -> Result<Self> {
+        Ok(Self {
+            max: filled(num_rows, f32::NEG_INFINITY)?,
+            norm: filled(num_rows, 0.0)?,
+            sums: filled(num_rows * width, 0.0)?,
             width,
-        }
+        })
     }
 
     pub(super) fn row(&mut self, row: usize) -> PartialRow<'_> {
@@ -111,15 +112,15 @@ impl<'a> Task<'a> {
 
     /// The query in rows of `width`, of which zeros fill the rest, so that the product with a key is the
     /// score: an exponent of 2, or of e if there is a soft cap to go through first.
-    pub(super) fn scaled_query(&self, width: usize) -> Vec<f32> {
+    pub(super) fn scaled_query(&self, width: usize) -> Result<Vec<f32>> {
         let factor = if self.softcap.is_none() { LOG2_E * self.scale } else { self.scale };
-        let mut rows = vec![0.0; self.query.len() / self.context.head_dim() * width];
+        let mut rows = filled(self.query.len() / self.context.head_dim() * width, 0.0)?;
         for (row, place) in rows.chunks_mut(width).zip(self.places()) {
             for (x, q) in row.iter_mut().zip(&self.query[place]) {
                 *x = q * factor;
             }
         }
-        rows
+        Ok(rows)
     }
 
     /// Blocks of the rows of any KV head.
@@ -174,6 +175,14 @@ impl<'a> Task<'a> {
             }
         }
     }
+}
+
+/// So many times the same number.
+pub(crate) fn filled(len: usize, number: f32) -> Result<Vec<f32>> {
+    let (mut numbers, bytes) = (Vec::new(), len.saturating_mul(size_of::<f32>()));
+    numbers.try_reserve_exact(len).map_err(|_| KvError::OutOfMemory { bytes })?;
+    numbers.resize(len, number);
+    Ok(numbers)
 }
 
 /// What two ranges have in common; if nothing, an empty range inside the second.

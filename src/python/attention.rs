@@ -18,6 +18,7 @@ use super::fork::{self, ProcessLocal};
 use super::patience::SIGNAL_INTERVAL;
 use super::span::PyKVSpan;
 use super::typed::{AnyPinnedSpan, each};
+use crate::attention::task::filled;
 use crate::attention::{Attention, AttentionPool, Context, Instructions, Query};
 use crate::dtype::DType;
 use crate::error::KvError;
@@ -182,7 +183,7 @@ pub(super) fn attention<'py>(
     let computed = py.detach(|| {
         // Others may change theirs meanwhile.
         let elements = elements.to_vec()?;
-        let mut result = zeros(elements.len())?;
+        let mut result = filled(elements.len(), 0.0)?;
         let contexts = held.iter().map(Held::context).collect::<PyResult<Vec<_>>>()?;
         let (mut sequences, mut rest) = (Vec::with_capacity(held.len()), &*elements);
         for (context, &len) in contexts.iter().zip(&lens) {
@@ -403,12 +404,4 @@ impl TensorLike for Copied {
     fn segment(&self, index: usize) -> Option<&[u8]> {
         (index == 0).then(|| bytemuck::cast_slice(&self.elements))
     }
-}
-
-fn zeros(len: usize) -> PyResult<Vec<f32>> {
-    let mut zeros = Vec::new();
-    let bytes = len.saturating_mul(size_of::<f32>());
-    zeros.try_reserve_exact(len).map_err(|_| KvError::OutOfMemory { bytes })?;
-    zeros.resize(len, 0.0);
-    Ok(zeros)
 }

@@ -20,7 +20,7 @@ from kvspan.errors import (
     ReleasedError,
     StaleHandleError,
 )
-from support import isolated
+from support import isolated, run_python
 
 KV_HEADS, DIM = 2, 8
 DTYPES = ["float32", "float16", "bfloat16", "int8"]
@@ -352,6 +352,30 @@ def test_a_failed_call_writes_nothing():
     with pytest.raises(InvalidInputError):
         kvspan.attention(new_query(21, 4, DIM), new_cache(20), out=out)
     assert (out == 7).all()
+
+
+# There is room for a copy of the query and for the result, and for little else.
+NO_MEMORY = """
+import resource, numpy as np, kvspan
+cache = kvspan.LayerKvCache(kvspan.KVCacheConfig(4, num_heads=1, hidden_dim_per_head=1))
+cache.append(np.ones((1, 1, 1), np.float32), np.ones((1, 1, 1), np.float32))
+query = np.ones((256, 4096, 1), np.float32)  # 4 MiB
+out = np.full_like(query, 7)
+with open("/proc/self/statm") as statm:
+    used = int(statm.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 3 * query.nbytes, resource.RLIM_INFINITY))
+try:
+    kvspan.attention(query, cache, causal=False, out=out)
+except MemoryError as error:
+    print(type(error).__name__)
+assert (out == 7).all()
+cache.truncate(0)
+"""
+
+
+def test_sums_without_memory_are_refused():
+    pytest.importorskip("resource", reason="this system has no resource limits")
+    assert run_python(NO_MEMORY) == "OutOfMemoryError\n"
 
 
 def test_an_empty_cache_is_an_error():
