@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvspan
+from kvspan.errors import PinnedError
 from support import Threads, assert_holds, isolated, new_cache, new_filled_cache, token, tokens
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are sent as on Unix")
@@ -150,6 +151,53 @@ def test_ctrl_c_ends_the_reading_of_endless_input():
             with pytest.raises(KeyboardInterrupt):
                 call()
             assert time.time() - float(sender.stdout.read()) < 0.9
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("kind", ["cache", "handle"])
+@isolated
+def test_ctrl_c_ends_attention_and_leaves_no_trace(kind, num_threads):
+    # Some seconds in a release build, and most of an hour in a debug build, of which Ctrl-C waits for
+    # the task that is being computed: one query token here.
+    num_queries, num_q_heads, num_tokens, dim = 4096, 129, 2048, 8
+    rows = np.ones((num_tokens, 1, dim), np.float32)
+    if kind == "cache":
+        cache = new_cache(num_tokens, 1, dim)
+        cache.append(rows, rows)
+        context = (cache,)
+
+        def is_pinned():
+            try:
+                cache.write_kv(0, rows[0], rows[0])
+            except PinnedError:
+                return True
+            return False
+
+    else:
+        manager = kvspan.KvCacheManager(num_tokens // 16, num_kv_heads=1, head_dim=dim)
+        handle = manager.allocate(range(num_tokens))
+        manager.write(handle, 0, 0, rows, rows)
+        context = (handle, 0)
+
+        def is_pinned():
+            return bool(manager.leak_report().pinned_blocks)
+
+    def press_once_pinned():
+        while not is_pinned():
+            threading.Event().wait(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pool = kvspan.AttentionPool(num_threads)
+    query = np.ones((num_queries, num_q_heads, dim), np.float32)
+    out = np.full(query.shape, -1, np.float32)
+    with Threads() as threads:
+        threads.start(press_once_pinned)
+        with pytest.raises(KeyboardInterrupt):
+            kvspan.attention(query, *context, causal=False, out=out, pool=pool)
+    # Of a call that had gone on to its end the interrupt would come as well, but after this.
+    assert (out == -1).all()
+    assert not is_pinned()
+    assert (kvspan.attention(query[:1], *context, pool=pool) == 1).all()
 
 
 @isolated
