@@ -1,7 +1,7 @@
 """What a cache should do, as naively as it can be said: a list with the number of each token.
 
-Token 0 is zeros, and no two others have an element in common. Each method gives the error that the
-cache must raise, or makes the change and gives None.
+Token 0 is zeros, and no two others have an element in common, unless rounding makes them equal. Each
+method gives the error that the cache must raise, or makes the change and gives None.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ def elements(numbers):
     """Keys and values of tokens with these numbers."""
     numbers = np.array(numbers, np.float32).reshape(-1, 1)
     keys = np.where(numbers == 0, 0, numbers * WIDTH + np.arange(WIDTH, dtype=np.float32))
-    return keys.reshape(-1, HEADS, DIM), -keys.reshape(-1, HEADS, DIM)
+    # Values that round in another way than the keys. No zero has a sign.
+    return keys.reshape(-1, HEADS, DIM), 0 - 1.3 * keys.reshape(-1, HEADS, DIM)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from blocks import BLOCK_SIZE, NUM_LAYERS
 from kvspan.errors import (
     BlocksInUseError,
     InconsistentTableError,
+    InvalidInputError,
     OutOfBlocksError,
     OutOfRangeError,
     RequestExistsError,
@@ -96,6 +97,7 @@ def blocks_for(length):
 
 class ManagerModel:
     def __init__(self, num_blocks):
+        self.epoch = 0
         self.blocks = {number: Block() for number in range(1, num_blocks + 1)}
         self.queue = list(self.blocks)  # the one that is reused next first
         self.sequences = []
@@ -368,6 +370,12 @@ class ManagerModel:
             sequence.blocks[index] = other
             self.hold([other])
             self.give_back([number])
+
+    def attend(self, sequences, layer):
+        """The numbers of what each attends to."""
+        if not all(map(len, sequences)):
+            raise RefusedError(InvalidInputError)
+        return [list(sequence.rows[layer]) for sequence in sequences]
 
     # Views
 

@@ -20,17 +20,9 @@ from kvspan.errors import (
     LayersDifferError,
     PinnedError,
 )
+from rounding import BFLOAT16, DTYPES, ml_dtypes, quantized, rounded
 from support import DIM, HEADS, WIDTH, address, refused, run_python, tokens
 
-ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": BFLOAT16,
-    "int8": np.dtype(np.int8),
-}
 FLOATS = ["float32", "float16", "bfloat16"]
 
 
@@ -41,22 +33,6 @@ def new_cache(dtype, capacity=64, heads=HEADS, dim=DIM):
 
 def bits(exported):
     return np.ascontiguousarray(exported).view(np.uint8).tolist()
-
-
-def rounded(numbers, dtype):
-    """What a cache of that type makes of float32, as float32."""
-    if dtype == "int8":
-        elements, scales = quantized(numbers)
-        return elements.astype(np.float32) * scales[..., None]
-    return numbers.astype(DTYPES[dtype]).astype(np.float32)
-
-
-def quantized(numbers):
-    """The int8 and the scales of [tokens, heads, dim]."""
-    scales = np.abs(numbers).max(axis=-1) / np.float32(127)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        elements = np.rint(numbers / scales[..., None])
-    return np.nan_to_num(elements).astype(np.int8), scales
 
 
 def numbers(count, seed=1):

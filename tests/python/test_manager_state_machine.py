@@ -1,4 +1,5 @@
-"""Random histories of a manager, its handles, and views that NumPy holds, beside a model.
+"""Random histories of a manager of any element type, its handles, and views that NumPy holds, beside a
+model.
 
 After every step the manager must say of every block, count and name what the model says, every
 sequence must hold its numbers, and whatever is held must be as it was when it was taken.
@@ -12,25 +13,28 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from numpy.testing import assert_array_equal
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 import kvspan
-from blocks import (
-    BLOCK_SIZE,
-    DIM,
-    HEADS,
-    NUM_LAYERS,
-    assert_nothing_leaks,
-    keys_of,
-    new_manager,
-    read,
-    rows_of,
-)
-from kvspan.errors import StaleHandleError, ViewsAliveError
+from blocks import BLOCK_SIZE, NUM_LAYERS, assert_nothing_leaks, new_manager
+from kvspan.errors import InvalidInputError, StaleHandleError, ViewsAliveError
 from manager_model import ManagerModel, RefusedError, Sequence, View, blocks_for
+from rounding import DTYPES, assert_same, rounded, stored
+from softmax import softmax_attention
 
 NUM_BLOCKS = 8
+HEADS, DIM = 2, 4
+# The elements of a row are multiples of its number, of which narrow types hold few.
+KEY_FACTORS = np.float32([[1, -0.3, 0.07, 1.9], [0.6, -2.2, 0.001, 1.1]])
+VALUE_FACTORS = np.float32([[-0.7, 2.3, 0.9, -0.05], [1.3, 0.4, -1.7, 3.1]])
+# With which the scores of such keys are neither all alike nor far apart.
+SCALE = 2.0**-10
 
 # Beginnings are often equal.
 tokens = st.builds(
@@ -45,6 +49,11 @@ extra_keys = st.sampled_from(
 )
 counts = st.integers(0, 6)
 layers = st.integers(0, NUM_LAYERS - 1)
+windows = st.none() | st.integers(1, 12)
+# A few whole requests, and which of them are over at once.
+requests = st.lists(st.tuples(tokens, st.booleans()), min_size=1, max_size=3)
+# Which ones of several. Not of a large range, in which Hypothesis prefers small numbers, and so none.
+bits_of_places = st.integers(0, 63)
 # Which one of several, or where in what there is.
 choices = st.integers(0, 1_000)
 
@@ -75,13 +84,22 @@ class Held:
     memory: object  # what arrays over it keep alive besides
 
 
+def is_span(held):
+    return isinstance(held.thing, kvspan.PagedSpan | kvspan.KVSpan)
+
+
+# Keys or values, what of them, and how to get it from a segment.
 FROM_SEGMENT = [
-    (1, lambda segment: segment.keys),
-    (-1, lambda segment: segment.values),
-    (1, lambda segment: np.asarray(segment.key_view)),
-    (-1, lambda segment: np.from_dlpack(segment.value_view)),
-    (1, lambda segment: memoryview(segment.key_view)),
-    (-1, lambda segment: segment.value_view),
+    (0, "elements", lambda segment: segment.keys),
+    (1, "elements", lambda segment: segment.values),
+    (0, "elements", lambda segment: np.asarray(segment.key_view)),
+    (0, "elements", lambda segment: memoryview(segment.key_view)),
+    (1, "elements", lambda segment: segment.value_view),
+]
+FROM_DLPACK = [(1, "elements", lambda segment: np.from_dlpack(segment.value_view))]
+FROM_INT8 = [
+    (0, "scales", lambda segment: segment.key_scales),
+    (1, "scales", lambda segment: segment.value_scales),
 ]
 FROM_ARRAY = [
     lambda array: array[1:],
@@ -94,15 +112,35 @@ FROM_ARRAY = [
 class ManagerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.manager = new_manager(NUM_BLOCKS)
+        self.manager = None
         self.model = ManagerModel(NUM_BLOCKS)
         self.live, self.stale, self.held = [], [], []
+        self.chains = []  # each with its tokens and its epoch
         self.names = {}  # of the model's names, those of the manager
         self.last_number = 0
+
+    @initialize(dtype=st.sampled_from(list(DTYPES)), requests=requests)
+    def begin(self, dtype, requests):
+        self.dtype = dtype
+        self.manager = new_manager(NUM_BLOCKS, num_kv_heads=HEADS, head_dim=DIM, dtype=dtype)
+        self.serve(requests)
 
     def new_numbers(self, count):
         self.last_number += count
         return list(range(self.last_number - count + 1, self.last_number + 1))
+
+    def given(self, numbers, narrow=False):
+        """Keys and values to write, which may have been rounded before."""
+        dtype = np.float32 if self.dtype == "int8" or not narrow else DTYPES[self.dtype]
+        return [side.astype(dtype) for side in rows_of(numbers)]
+
+    def stored(self, numbers):
+        """Elements and scales of the keys, and of the values."""
+        return [stored(side, self.dtype) for side in rows_of(numbers)]
+
+    def shown(self, numbers):
+        """Keys and values as float32."""
+        return [rounded(side, self.dtype) for side in rows_of(numbers)]
 
     def one(self, choice):
         return self.live[choice % len(self.live)]
@@ -145,7 +183,7 @@ class ManagerMachine(RuleBasedStateMachine):
     )
     def allocate(self, given, form, name, salt, lora, extra, lookahead):
         keys = {index: [text(key) for key in keys] for index, keys in extra.items()}
-        new = Sequence(name, (salt, lora), keys, list(given))
+        new = Sequence(name, (self.model.epoch, salt, lora), keys, list(given))
         kind = {"cache_salt": salt, "lora_id": lora, "extra_keys": extra or None}
         hits = self.manager.probe(form(given), **kind)
         done = self.agree(
@@ -160,15 +198,40 @@ class ManagerMachine(RuleBasedStateMachine):
             self.live.append(Live(done[1], new))
             assert hits == new.cached
 
-    @rule(given=tokens, frees=st.booleans())
-    def serve(self, given, frees):
-        """A whole request, which may be over at once."""
-        before = len(self.live)
-        self.allocate(given, list, None, None, None, {}, 0)
-        if len(self.live) > before:
-            self.compute(before)
-            if frees:
-                self.end(before, "close")
+    @rule(requests=requests)
+    def serve(self, requests):
+        for given, frees in requests:
+            before = len(self.live)
+            self.allocate(given, list, None, None, None, {}, 0)
+            if len(self.live) > before:
+                self.compute(before)
+                if frees:
+                    self.end(before, "close")
+
+    @rule(given=tokens)
+    def make_chain(self, given):
+        self.chains = [*self.chains[-3:], (self.manager.keys(given), given, self.model.epoch)]
+
+    @precondition(lambda self: self.chains)
+    @rule(choice=choices, lookahead=st.sampled_from([0, 0, 5]))
+    def allocate_keyed(self, choice, lookahead):
+        """A sequence of the epoch in which its keys were made."""
+        chain, given, epoch = self.chains[choice % len(self.chains)]
+        new = Sequence(None, (epoch, None, None), {}, list(given))
+        done = self.agree(
+            lambda: self.model.allocate([new], lookahead),
+            self.manager.allocate,
+            chain,
+            lookahead=lookahead,
+        )
+        if done:
+            self.live.append(Live(done[1], new))
+
+    @rule(requests=requests)
+    def advance_epoch(self, requests):
+        self.model.epoch += 1
+        assert self.manager.advance_epoch() == self.manager.epoch == self.model.epoch
+        self.serve(requests)
 
     @precondition(has_handles)
     @rule(choice=choices, name=request_ids, clones=st.booleans())
@@ -231,7 +294,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def some(self, bits):
         """Sequences that the bits choose."""
-        return [one for place, one in enumerate(self.live) if bits >> place % 10 & 1]
+        return [one for place, one in enumerate(self.live) if bits >> place % 6 & 1]
 
     @rule(
         requests=st.lists(st.tuples(tokens, request_ids, salts, loras), max_size=3),
@@ -242,7 +305,8 @@ class ManagerMachine(RuleBasedStateMachine):
         if as_chains:
             requests = [(given, name, None, None) for given, name, _, _ in requests]
         new = [
-            Sequence(name, (salt, lora), {}, list(given)) for given, name, salt, lora in requests
+            Sequence(name, (self.model.epoch, salt, lora), {}, list(given))
+            for given, name, salt, lora in requests
         ]
         given, names, *secrets = zip(*requests) if requests else [()] * 4
         if as_chains:
@@ -259,7 +323,11 @@ class ManagerMachine(RuleBasedStateMachine):
         if done:
             self.live += [Live(handle, sequence) for handle, sequence in zip(done[1], new)]
 
-    @rule(bits=choices, additional=st.lists(counts, min_size=40, max_size=40), same=st.booleans())
+    @rule(
+        bits=bits_of_places,
+        additional=st.lists(counts, min_size=40, max_size=40),
+        same=st.booleans(),
+    )
     def extend_many(self, bits, additional, same):
         some = self.some(bits)
         additional = [additional[0]] * len(some) if same else additional[: len(some)]
@@ -283,7 +351,7 @@ class ManagerMachine(RuleBasedStateMachine):
             ]
             assert done[1].tolist() == expected
 
-    @rule(bits=choices, count=st.integers(0, 5), token=st.integers(0, 1), rows=st.booleans())
+    @rule(bits=bits_of_places, count=st.integers(0, 5), token=st.integers(0, 1), rows=st.booleans())
     def commit_many(self, bits, count, token, rows):
         some = self.some(bits)
         given = [
@@ -297,22 +365,42 @@ class ManagerMachine(RuleBasedStateMachine):
             np.array(given, np.int64).reshape(len(some), count) if rows else given,
         )
 
-    @rule(bits=choices)
+    @rule(
+        bits=bits_of_places,
+        additional=st.lists(st.integers(0, 2), min_size=40, max_size=40),
+        count=st.integers(1, 2),
+    )
+    def decode(self, bits, additional, count):
+        """Makes room, of which there may be too little for some."""
+        self.extend_many(bits, additional, False)
+        self.commit_many(bits, count, 0, False)
+
+    @rule(bits=bits_of_places)
     def free_many(self, bits):
         some = self.some(bits)[:2]
         self.manager.free_many([one.handle for one in some])
         self.freed(*some)
 
-    @rule(bits=choices)
-    def ask_many(self, bits):
+    @rule(
+        bits=bits_of_places,
+        starts=st.lists(choices, min_size=40, max_size=40),
+        to_the_end=st.booleans(),
+    )
+    def ask_many(self, bits, starts, to_the_end):
         some = self.some(bits)
         handles = [one.handle for one in some]
         found = self.manager.block_tables(handles)
         width = max([len(one.sequence.blocks) for one in some], default=0)
         expected = [one.sequence.blocks + [0] * (width - len(one.sequence.blocks)) for one in some]
         assert (found.shape, found.tolist()) == ((len(some), width), expected)
-        expected = [slot for one in some for slot in slots(one.sequence, 0, len(one.sequence))]
-        assert self.manager.slot_mappings(handles, 0).tolist() == expected
+        starts = [at % (len(one.sequence) + 1) for one, at in zip(some, starts)]
+        ends = [len(one.sequence) if to_the_end else at for one, at in zip(some, starts)]
+        if not to_the_end:
+            starts = [at // 2 for at in starts]
+        found = self.manager.slot_mappings(handles, starts, None if to_the_end else ends)
+        ranges = zip(some, starts, ends)
+        expected = [slot for one, start, end in ranges for slot in slots(one.sequence, start, end)]
+        assert found.tolist() == expected
         cached = self.manager.num_cached_tokens(handles)
         assert cached.tolist() == [one.sequence.cached for one in some]
 
@@ -333,13 +421,20 @@ class ManagerMachine(RuleBasedStateMachine):
     # Content
 
     @precondition(has_handles)
-    @rule(choice=choices, layer=layers, at=choices, count=counts, flat=st.booleans())
-    def write(self, choice, layer, at, count, flat):
+    @rule(
+        choice=choices,
+        layer=layers,
+        at=choices,
+        count=counts,
+        flat=st.booleans(),
+        narrow=st.booleans(),
+    )
+    def write(self, choice, layer, at, count, flat, narrow):
         one = self.one(choice)
         start = at % (len(one.sequence) + 1)
         numbers = self.new_numbers(count)
         shape = (count, HEADS * DIM) if flat else (count, HEADS, DIM)
-        rows = (side.reshape(shape) for side in rows_of(numbers))
+        rows = (side.reshape(shape) for side in self.given(numbers, narrow))
         self.agree(
             lambda: self.model.write(layer, [(one.sequence, start, numbers)]),
             self.manager.write,
@@ -349,8 +444,8 @@ class ManagerMachine(RuleBasedStateMachine):
             *rows,
         )
 
-    @rule(bits=choices, layer=layers, at=choices)
-    def write_many(self, bits, layer, at):
+    @rule(bits=bits_of_places, layer=layers, at=choices, narrow=st.booleans())
+    def write_many(self, bits, layer, at, narrow):
         some = [one for one in self.some(bits) if len(one.sequence)]
         positions = [at % len(one.sequence) for one in some]
         numbers = self.new_numbers(len(some))
@@ -364,7 +459,7 @@ class ManagerMachine(RuleBasedStateMachine):
             layer,
             [one.handle for one in some],
             positions,
-            *rows_of(numbers),
+            *self.given(numbers, narrow),
         )
 
     @precondition(has_handles)
@@ -403,7 +498,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 one.handle,
                 layer,
                 start,
-                *rows_of(numbers),
+                *self.given(numbers),
             )
             if done is None:
                 return
@@ -419,9 +514,56 @@ class ManagerMachine(RuleBasedStateMachine):
         start %= length + 1
         room = np.full((2, length - start + more, HEADS, DIM), -1, np.float32)
         self.manager.read_range_into(one.handle, layer, start, length, *room)
-        expected = rows_of(one.sequence.rows[layer][start:])
-        assert_array_equal(room[:, : length - start], expected)
+        expected = self.shown(one.sequence.rows[layer][start:])
+        assert_same(room[:, : length - start], np.stack(expected))
         assert (room[:, length - start :] == -1).all()
+
+    @rule(
+        bits=bits_of_places,
+        layer=layers,
+        count=st.integers(1, 3),
+        window=windows,
+        alone=st.booleans(),
+    )
+    def attend(self, bits, layer, count, window, alone):
+        """With the last tokens of each of some sequences."""
+        some = self.some(bits)
+        lens = [min(count, max(len(one.sequence), 1)) for one in some]
+        query, handles = new_query(sum(lens)), [one.handle for one in some]
+        alone = alone and len(some) == 1
+        done = self.agree(
+            lambda: self.model.attend([one.sequence for one in some], layer),
+            kvspan.attention,
+            query,
+            handles[0] if alone else handles,
+            layer,
+            scale=SCALE,
+            window=window,
+            query_lens=None if alone else lens,
+        )
+        if done:
+            self.check_attention(done[1], np.split(query, np.cumsum(lens)), done[0], window)
+
+    @precondition(lambda self: any(map(is_span, self.held)))
+    @rule(choice=choices, window=windows)
+    def attend_to_span(self, choice, window):
+        spans = [held for held in self.held if is_span(held)]
+        held, query = spans[choice % len(spans)], new_query(1)
+        if held.numbers:
+            found = kvspan.attention(query, held.thing, scale=SCALE, window=window)
+            self.check_attention(found, [query], [held.numbers], window)
+        else:
+            with pytest.raises(InvalidInputError):
+                kvspan.attention(query, held.thing)
+
+    def check_attention(self, found, queries, contexts, window):
+        for query, numbers in zip(queries, contexts):
+            own, found = found[: len(query)], found[len(query) :]
+            sides = self.shown(numbers)
+            expected = softmax_attention(query, *sides, scale=SCALE, window=window)
+            tolerance = 1e-5 * np.abs(sides[1]).max()
+            np.testing.assert_allclose(own, expected, rtol=0, atol=tolerance)
+        assert not len(found)
 
     # The end of a sequence
 
@@ -467,12 +609,18 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(choice=choices, way=choices)
     def use_stale(self, choice, way):
         handle, manager = self.stale[choice % len(self.stale)], self.manager
-        rows = rows_of([1])
+        rows = self.given([1])
         ways = [
             lambda: manager.extend(handle),
             lambda: manager.truncate(handle, 0),
             lambda: manager.fork(handle),
             lambda: manager.free(handle),
+            lambda: manager.extend_many([handle]),
+            lambda: manager.commit_many([handle], [[0]]),
+            lambda: manager.free_many([handle]),
+            lambda: manager.block_tables([handle]),
+            lambda: manager.slot_mappings([handle], 0),
+            lambda: kvspan.attention(new_query(1), handle, 0),
             lambda: manager.commit(handle, [0]),
             lambda: manager.prepare_write(handle, 0, 0),
             lambda: manager.view(handle, 0),
@@ -520,7 +668,7 @@ class ManagerMachine(RuleBasedStateMachine):
         one = self.one(choice)
         view = self.model.view(one.sequence, layer, 0, len(one.sequence))
         tensor = one.handle.value_cache(layer) if values else one.handle.key_cache(layer)
-        expected = keys_of(view.numbers) * (-1 if values else 1)
+        expected = self.stored(view.numbers)[values]
         assert tensor.num_segments == blocks_for(len(one.sequence))
         self.held.append(Held(view, tensor, view.numbers, expected, object()))
 
@@ -535,13 +683,18 @@ class ManagerMachine(RuleBasedStateMachine):
                 numbers = held.numbers[segment.start - span.start : segment.end - span.start]
                 new = Held(held.view, segment, numbers, None, object())
             case kvspan.KVSpan() as segment:
-                sign, make = FROM_SEGMENT[way % len(FROM_SEGMENT)]
-                expected = keys_of(held.numbers) * sign
+                ways = FROM_SEGMENT + {"int8": FROM_INT8}.get(self.dtype, [])
+                if self.dtype != "bfloat16":  # of which NumPy's DLPack knows nothing
+                    ways += FROM_DLPACK
+                side, part, make = ways[way % len(ways)]
+                expected = self.stored(held.numbers)[side][part == "scales"]
                 new = Held(held.view, make(segment), [], expected, held.memory)
             case kvspan.CacheTensor() as tensor if tensor.num_segments:
-                index = way % tensor.num_segments
-                expected = held.expected[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
-                new = Held(held.view, tensor.segments[index], [], expected, held.memory)
+                index, of_scales = way % tensor.num_segments, self.dtype == "int8" and way % 2
+                segments = tensor.scales if of_scales else tensor.segments
+                expected = held.expected[of_scales]
+                expected = expected[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+                new = Held(held.view, segments[index], [], expected, held.memory)
             case np.ndarray() as rows if rows.ndim > 1:
                 make = FROM_ARRAY[way % len(FROM_ARRAY)]
                 new = Held(held.view, make(rows), [], make(held.expected), held.memory)
@@ -618,23 +771,43 @@ class ManagerMachine(RuleBasedStateMachine):
             assert handle.num_cached_tokens == sequence.cached
             assert handle.num_committed_tokens == sequence.committed
             for layer in range(NUM_LAYERS):
-                assert read(self.manager, handle, layer) == sequence.rows[layer]
+                sides = self.manager.read_range(handle, layer)
+                for found, expected in zip(sides, self.shown(sequence.rows[layer])):
+                    assert found.dtype == (np.float32 if self.dtype == "int8" else self.dtype)
+                    assert_same(found.astype(np.float32), expected)
+                with self.manager.view(handle, layer) as span:
+                    self.check_span(span, sequence.rows[layer])
 
     @invariant()
     def held_things_are_as_they_were(self):
         for held in self.held:
             match held.thing:
                 case kvspan.PagedSpan() as span:
-                    segments = [(segment.keys, segment.values) for segment in span]
-                    if segments:
-                        found = [np.concatenate(side) for side in zip(*segments)]
-                        assert_array_equal(found, rows_of(held.numbers))
+                    self.check_span(span, held.numbers)
                 case kvspan.KVSpan() as segment:
-                    assert_array_equal((segment.keys, segment.values), rows_of(held.numbers))
+                    self.check_segment(segment, held.numbers)
                 case kvspan.CacheTensor() as tensor:
-                    assert_array_equal(tensor.numpy(), held.expected)
+                    elements, scales = held.expected
+                    assert_same(tensor.numpy(), elements)
+                    assert (tensor.scales is None) == (scales is None)
+                    if tensor.scales:
+                        assert_same(np.concatenate(tensor.scales), scales)
                 case other:
-                    assert_array_equal(np.asarray(other), held.expected)
+                    assert_same(np.asarray(other), held.expected)
+
+    def check_span(self, span, numbers):
+        for segment in span:
+            place = slice(segment.start - span.start, segment.end - span.start)
+            self.check_segment(segment, numbers[place])
+
+    def check_segment(self, segment, numbers):
+        keys, values = self.stored(numbers)
+        assert_same(segment.keys, keys[0])
+        assert_same(segment.values, values[0])
+        for scales, expected in [(segment.key_scales, keys[1]), (segment.value_scales, values[1])]:
+            assert (scales is None) == (expected is None)
+            if scales is not None:
+                assert_same(scales, expected)
 
     def teardown(self):
         """Everything comes back, whoever goes first."""
@@ -647,7 +820,19 @@ class ManagerMachine(RuleBasedStateMachine):
         while self.held:
             self.let_go(self.held[len(self.held) // 2])
             self.every_block_is_what_the_model_says()
-        assert_nothing_leaks(self.manager)
+        if self.manager is not None:
+            assert_nothing_leaks(self.manager)
+
+
+def rows_of(numbers):
+    """Keys and values of rows with these numbers; 0 is zeros without a sign."""
+    numbers = np.asarray(numbers, np.float32).reshape(-1, 1, 1)
+    return [numbers * factors + 0 for factors in (KEY_FACTORS, VALUE_FACTORS)]
+
+
+def new_query(num_tokens):
+    """Of two heads for each KV head."""
+    return np.random.default_rng(num_tokens).standard_normal((num_tokens, 2 * HEADS, DIM), "f")
 
 
 def slots(sequence, start, end):

@@ -1,4 +1,5 @@
-"""Random histories of a cache, its copies, and everything that is held over them, beside a model.
+"""Random histories of a cache of any element type, its copies, and everything that is held over them,
+beside a model.
 
 After every step the cache must hold what the model says, and whatever is held must be as it was
 when it was taken.
@@ -18,16 +19,20 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from numpy.testing import assert_array_equal
 
+import kvspan
 from cache_model import CacheModel, Pin, elements
-from kvspan.errors import PinnedError, ReservedError, ViewsAliveError
+from kvspan.errors import InvalidInputError, PinnedError, ReservedError, ViewsAliveError
+from rounding import DTYPES, assert_same, rounded, stored
+from softmax import softmax_attention
 from support import CAPACITY, DIM, HEADS, WIDTH, new_cache
 
 positions = st.integers(0, 6) | st.integers(0, CAPACITY + 2)
 ranges = st.tuples(positions, positions).map(sorted) | st.tuples(positions, positions)
 counts = st.integers(0, 5)
 timeouts = st.sampled_from([None, 0])
+# With which the scores of such keys are neither all alike nor far apart.
+SCALE = 2.0**-11
 # Which one of several: an index into whatever there is.
 choices = st.integers(0, 1_000)
 
@@ -56,18 +61,22 @@ class Capsule:
 
 # From one thing over the memory to another. A span has two sides.
 FROM_SPAN = [
-    (0, lambda span: span.keys),
-    (1, lambda span: span.values),
-    (0, lambda span: span.key_view),
-    (1, lambda span: span.value_view),
+    (0, "elements", lambda span: span.keys),
+    (1, "elements", lambda span: span.values),
+    (0, "elements", lambda span: span.key_view),
+    (1, "elements", lambda span: span.value_view),
+]
+FROM_INT8 = [
+    (0, "scales", lambda span: span.key_scales),
+    (1, "scales", lambda span: span.value_scales),
 ]
 FROM_EXPORTER = [
-    memoryview,
-    np.asarray,
-    np.from_dlpack,
-    Capsule,
-    lambda exporter: np.ndarray(exporter.shape, np.float32, buffer=exporter),
+    lambda exporter, _: memoryview(exporter),
+    lambda exporter, _: np.asarray(exporter),
+    lambda exporter, _: Capsule(exporter),
+    lambda exporter, dtype: np.ndarray(exporter.shape, dtype, buffer=exporter),
 ]
+FROM_DLPACK = [lambda exporter, _: np.from_dlpack(exporter)]
 FROM_ARRAY = [
     lambda array: array[1:],
     lambda array: array[..., :1],
@@ -80,7 +89,7 @@ FROM_ROWS = [lambda rows: rows.keys, lambda rows: rows.key_view]
 class CacheMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.handles = [new_cache()]
+        self.dtype, self.handles = None, []
         self.model = CacheModel()
         self.held = []
         self.rows, self.arrays_of_rows = None, []
@@ -90,6 +99,19 @@ class CacheMachine(RuleBasedStateMachine):
     def new_numbers(self, count):
         self.last_number += count
         return list(range(self.last_number - count + 1, self.last_number + 1))
+
+    def given(self, numbers, narrow=False):
+        """Keys and values to write, which may have been rounded before."""
+        dtype = np.float32 if self.dtype == "int8" or not narrow else DTYPES[self.dtype]
+        return [side.astype(dtype) for side in elements(numbers)]
+
+    def stored(self, numbers):
+        """Elements and scales of the keys, and of the values."""
+        return [stored(side, self.dtype) for side in elements(numbers)]
+
+    def shown(self, numbers):
+        """Keys and values as float32."""
+        return [rounded(side, self.dtype) for side in elements(numbers)]
 
     def handle(self, choice):
         return self.handles[choice % len(self.handles)]
@@ -111,30 +133,38 @@ class CacheMachine(RuleBasedStateMachine):
 
     # Writing
 
-    @initialize(count=st.integers(0, 8))
-    def begin_with_some_tokens(self, count):
+    @initialize(dtype=st.sampled_from(list(DTYPES)), count=st.integers(0, 8))
+    def begin_with_some_tokens(self, dtype, count):
+        self.dtype, self.handles = dtype, [new_cache(dtype=dtype)]
         if count:
-            self.append(0, count, "3-d")
+            self.append(0, count, "3-d", False)
 
     @rule(choice=choices, length=positions)
     def initialize(self, choice, length):
         self.call(self.model.initialize(length), self.handle(choice).initialize, length)
 
-    @rule(choice=choices, at=positions, shape=st.sampled_from([(HEADS, DIM), (WIDTH,)]), t=timeouts)
-    def write_kv(self, choice, at, shape, t):
+    @rule(
+        choice=choices,
+        at=positions,
+        shape=st.sampled_from([(HEADS, DIM), (WIDTH,)]),
+        narrow=st.booleans(),
+        t=timeouts,
+    )
+    def write_kv(self, choice, at, shape, narrow, t):
         numbers = self.new_numbers(1)
-        arguments = at, *(side.reshape(shape) for side in elements(numbers))
+        arguments = at, *(side.reshape(shape) for side in self.given(numbers, narrow))
         self.check_write([at], numbers, t, self.handle(choice).write_kv, *arguments)
 
     @rule(
         choice=choices,
         ats=st.lists(positions, max_size=4),
         form=st.sampled_from(["entries", "iterator", "arrays", "flat arrays"]),
+        narrow=st.booleans(),
         t=timeouts,
     )
-    def write_kv_batch(self, choice, ats, form, t):
+    def write_kv_batch(self, choice, ats, form, narrow, t):
         numbers = self.new_numbers(len(ats))
-        keys, values = elements(numbers)
+        keys, values = self.given(numbers, narrow)
         arguments = {
             "entries": (list(zip(ats, keys, values, strict=True)),),
             "iterator": (zip(ats, keys, values, strict=True),),
@@ -151,14 +181,19 @@ class CacheMachine(RuleBasedStateMachine):
             assert raised.pins == self.model.pins_over(ats, pins)
             assert raised.start in ats
 
-    @rule(choice=choices, count=counts, form=st.sampled_from(["3-d", "2-d", "one", "flat"]))
-    def append(self, choice, count, form):
+    @rule(
+        choice=choices,
+        count=counts,
+        form=st.sampled_from(["3-d", "2-d", "one", "flat"]),
+        narrow=st.booleans(),
+    )
+    def append(self, choice, count, form, narrow):
         count = 1 if form in ("one", "flat") else count
         numbers, start = self.new_numbers(count), len(self.model.numbers)
         shape = {"2-d": (count, WIDTH), "one": (HEADS, DIM), "flat": (WIDTH,)}.get(
             form, (count, HEADS, DIM)
         )
-        arguments = (side.reshape(shape) for side in elements(numbers))
+        arguments = (side.reshape(shape) for side in self.given(numbers, narrow))
         error = self.model.append(numbers)
         result = self.call(error, self.handle(choice).append, *arguments)
         assert error or result == range(start, start + count)
@@ -186,7 +221,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(keep=st.booleans(), way=choices)
     def fill(self, keep, way):
         self.model.reserved = self.new_numbers(len(self.rows))
-        self.rows.keys[...], self.rows.values[...] = elements(self.model.reserved)
+        (keys, key_scales), (values, value_scales) = self.stored(self.model.reserved)
+        self.rows.keys[...], self.rows.values[...] = keys, values
+        if self.dtype == "int8":
+            self.rows.key_scales[...], self.rows.value_scales[...] = key_scales, value_scales
         if keep:
             self.arrays_of_rows.append(FROM_ROWS[way % len(FROM_ROWS)](self.rows))
 
@@ -246,15 +284,21 @@ class CacheMachine(RuleBasedStateMachine):
         """Makes something else over the same memory."""
         held = self.held[choice % len(self.held)]
         if held.expected is None:
-            side, make = FROM_SPAN[way % len(FROM_SPAN)]
-            numbers = self.model.numbers[held.pin.start : held.pin.end]
-            self.held.append(Held(held.pin, make(held.thing), elements(numbers)[side]))
+            ways = FROM_SPAN + (FROM_INT8 if self.dtype == "int8" else [])
+            side, part, make = ways[way % len(ways)]
+            expected = self.stored(self.numbers_of(held))[side][part == "scales"]
+            self.held.append(Held(held.pin, make(held.thing), expected))
         elif isinstance(held.thing, np.ndarray) and held.thing.ndim > 1:
             make = FROM_ARRAY[way % len(FROM_ARRAY)]
             self.held.append(Held(held.pin, make(held.thing), make(held.expected)))
         elif not isinstance(held.thing, (np.ndarray, memoryview, Capsule)):
-            make = FROM_EXPORTER[way % len(FROM_EXPORTER)]
-            self.held.append(Held(held.pin, make(held.thing), held.expected))
+            # NumPy's DLPack knows nothing of bfloat16.
+            ways = FROM_EXPORTER + (FROM_DLPACK if self.dtype != "bfloat16" else [])
+            thing = ways[way % len(ways)](held.thing, held.expected.dtype)
+            self.held.append(Held(held.pin, thing, held.expected))
+
+    def numbers_of(self, held):
+        return self.model.numbers[held.pin.start : held.pin.end]
 
     @precondition(lambda self: self.held)
     @rule(choice=choices)
@@ -282,8 +326,9 @@ class CacheMachine(RuleBasedStateMachine):
         error = self.model.read(at, at + 1)
         result = self.call(error, self.handle(choice).with_read_kv, at, lambda *sides: sides)
         if error is None:
-            expected = [side[0] for side in elements([self.model.numbers[at]])]
-            assert_array_equal(result, expected)
+            expected = [side[0] for side, _ in self.stored([self.model.numbers[at]])]
+            for found, side in zip(result, expected, strict=True):
+                assert_same(found, side)
             if keep:
                 self.held.append(Held(Pin(at, at + 1), result[1], expected[1]))
 
@@ -302,8 +347,32 @@ class CacheMachine(RuleBasedStateMachine):
         self.call(error, self.handle(choice).read_range_into, start, end, *room)
         count = 0 if error else end - start
         numbers = self.model.numbers[start : start + count]
-        assert_array_equal(room[:, :count], np.reshape(elements(numbers), (2, count, WIDTH)))
+        assert_same(room[:, :count], np.reshape(self.shown(numbers), (2, count, WIDTH)))
         assert np.all(room[:, count:] == -1)
+
+    @rule(choice=choices, count=st.integers(1, 3), window=st.none() | st.integers(1, 12))
+    def attend(self, choice, count, window):
+        numbers = self.model.numbers
+        self.check_attention(self.handle(choice), numbers, min(count, max(len(numbers), 1)), window)
+
+    @precondition(lambda self: any(held.expected is None for held in self.held))
+    @rule(choice=choices, window=st.none() | st.integers(1, 12))
+    def attend_to_span(self, choice, window):
+        spans = [held for held in self.held if held.expected is None]
+        held = spans[choice % len(spans)]
+        self.check_attention(held.thing, self.numbers_of(held), 1, window)
+
+    def check_attention(self, context, numbers, num_queries, window):
+        query = np.random.default_rng(num_queries).standard_normal(
+            (num_queries, 2 * HEADS, DIM), np.float32
+        )
+        error = None if numbers else InvalidInputError
+        found = self.call(error, kvspan.attention, query, context, scale=SCALE, window=window)
+        if error is None:
+            sides = self.shown(numbers)
+            expected = softmax_attention(query, *sides, scale=SCALE, window=window)
+            tolerance = 1e-5 * np.abs(sides[1]).max()
+            np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
 
     # Copies
 
@@ -329,11 +398,23 @@ class CacheMachine(RuleBasedStateMachine):
 
     # After every step
 
-    @staticmethod
-    def check(cache, numbers):
+    def check(self, cache, numbers):
         assert len(cache) == len(numbers)
         assert cache.is_empty() == (not numbers)
-        assert_array_equal(cache.read_range(0, len(numbers)), elements(numbers))
+        sides = zip(cache.read_range(0, len(numbers)), self.shown(numbers), strict=True)
+        for found, expected in sides:
+            assert found.dtype == (np.float32 if self.dtype == "int8" else self.dtype)
+            assert_same(found.astype(np.float32), expected)
+
+    def check_rows(self, rows, numbers):
+        """Of a span, or reserved."""
+        keys, values = self.stored(numbers)
+        assert_same(rows.keys, keys[0])
+        assert_same(rows.values, values[0])
+        for scales, expected in [(rows.key_scales, keys[1]), (rows.value_scales, values[1])]:
+            assert (scales is None) == (expected is None)
+            if scales is not None:
+                assert_same(scales, expected)
 
     @invariant()
     def caches_hold_what_the_model_says(self):
@@ -346,17 +427,16 @@ class CacheMachine(RuleBasedStateMachine):
     def held_things_are_as_they_were(self):
         for held in self.held:
             if held.expected is None:
-                numbers = self.model.numbers[held.pin.start : held.pin.end]
-                assert_array_equal((held.thing.keys, held.thing.values), elements(numbers))
+                self.check_rows(held.thing, self.numbers_of(held))
             elif isinstance(held.thing, Capsule):
                 pass  # can be looked at only once
             else:
-                assert_array_equal(np.asarray(held.thing), held.expected)
+                assert_same(np.asarray(held.thing), held.expected)
 
     @invariant()
     def reserved_rows_are_as_they_were_filled(self):
         if self.rows is not None:
-            assert_array_equal((self.rows.keys, self.rows.values), elements(self.model.reserved))
+            self.check_rows(self.rows, self.model.reserved)
 
 
 # To find the shortest history that fails can take minutes, and the slow profile any time.
