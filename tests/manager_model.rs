@@ -8,12 +8,13 @@ mod common {
 
 use std::collections::BTreeMap;
 use std::panic::{self, AssertUnwindSafe};
+use std::slice;
 
-use common::books::{Books, Copy, Name};
+use common::books::{Books, Copy, Name, NewSequence};
 use common::sequences::{BLOCK_SIZE, NUM_LAYERS, config, keys, numbers_of, read, values, write};
 use kvspan::{
-    BlockCopy, BlockId, BlockKey, Duplicates, KvCacheHandle, KvCacheManager, KvCacheManagerConfig,
-    KvError, PagedKvCacheHandle, PagedSpan, RequestOptions, Storage,
+    BlockCopy, BlockId, BlockKey, BlockTables, Duplicates, KvCacheHandle, KvCacheManager,
+    KvCacheManagerConfig, KvError, PagedKvCacheHandle, PagedSpan, RequestOptions, Result, Storage,
 };
 use proptest::collection::vec;
 use proptest::option;
@@ -46,11 +47,30 @@ struct Kind {
     lookahead: usize,
 }
 
+impl Kind {
+    fn options(&self) -> RequestOptions<'static> {
+        RequestOptions {
+            request_id: self.request_id,
+            cache_salt: self.salt.map(str::as_bytes),
+            lora_id: self.lora.map(str::as_bytes),
+            extra_keys: self.extra_keys,
+            lookahead: self.lookahead,
+        }
+    }
+}
+
 #[derive(Clone, Debug)]
 enum Op {
     Allocate(Vec<u32>, Kind),
+    AllocateMany(Vec<(Vec<u32>, Kind)>),
+    AdvanceEpoch,
     Fork(Index, Option<&'static str>),
     Extend(Index, usize),
+    /// All sequences that the bits choose, likewise below.
+    ExtendMany {
+        sequences: u8,
+        additional: [usize; 8],
+    },
     Truncate(Index, Index),
     Write {
         sequence: Index,
@@ -58,7 +78,7 @@ enum Op {
         start: Index,
         count: usize,
     },
-    /// One row of every sequence that has tokens and that the bits choose.
+    /// One row of each of them that has tokens.
     WriteMany {
         layer: usize,
         position: Index,
@@ -76,10 +96,23 @@ enum Op {
         others: [u32; 8],
         wrong: Option<Index>,
     },
+    CommitMany {
+        sequences: u8,
+        counts: [usize; 8],
+        others: [u32; 8],
+    },
     /// Writes all rows that are not committed, and commits them.
     Compute(Index),
     Free(Index),
     FreeByName(&'static str),
+    FreeMany {
+        sequences: u8,
+        twice: bool,
+    },
+    AskMany {
+        sequences: u8,
+        start: Index,
+    },
     Close(Index),
     Drop(Index),
     View {
@@ -115,11 +148,16 @@ fn any_op() -> impl Strategy<Value = Op> {
         request_id,
         lookahead,
     });
-    let others = prop::array::uniform8(0_u32..2);
+    let others = || prop::array::uniform8(0_u32..2);
     prop_oneof![
-        8 => (tokens(0..18), kind).prop_map(|(tokens, kind)| Op::Allocate(tokens, kind)),
+        8 => (tokens(0..18), kind.clone()).prop_map(|(tokens, kind)| Op::Allocate(tokens, kind)),
+        3 => vec((tokens(0..14), kind), 0..4).prop_map(Op::AllocateMany),
+        1 => Just(Op::AdvanceEpoch),
         4 => (index(), name()).prop_map(|(sequence, name)| Op::Fork(sequence, name)),
         5 => (index(), 0_usize..7).prop_map(|(sequence, count)| Op::Extend(sequence, count)),
+        4 => (any::<u8>(), prop::array::uniform8(0_usize..5)).prop_map(
+            |(sequences, additional)| Op::ExtendMany { sequences, additional }
+        ),
         4 => (index(), index()).prop_map(|(sequence, len)| Op::Truncate(sequence, len)),
         8 => (index(), layer(), index(), 0_usize..7).prop_map(
             |(sequence, layer, start, count)| Op::Write { sequence, layer, start, count }
@@ -130,12 +168,21 @@ fn any_op() -> impl Strategy<Value = Op> {
         3 => (index(), index(), 0_usize..7).prop_map(
             |(sequence, start, count)| Op::PrepareWrite { sequence, start, count }
         ),
-        6 => (index(), 0_usize..9, others, option::weighted(0.1, index())).prop_map(
+        4 => (any::<u8>(), prop::array::uniform8(0_usize..6), others()).prop_map(
+            |(sequences, counts, others)| Op::CommitMany { sequences, counts, others }
+        ),
+        6 => (index(), 0_usize..9, others(), option::weighted(0.1, index())).prop_map(
             |(sequence, count, others, wrong)| Op::Commit { sequence, count, others, wrong }
         ),
         8 => index().prop_map(Op::Compute),
         2 => index().prop_map(Op::Free),
         1 => select(&NAMES[..]).prop_map(Op::FreeByName),
+        1 => (any::<u8>(), any::<u8>(), option::weighted(0.1, Just(()))).prop_map(
+            |(some, of_them, twice)| {
+                Op::FreeMany { sequences: some & of_them, twice: twice.is_some() }
+            }
+        ),
+        2 => (any::<u8>(), index()).prop_map(|(sequences, start)| Op::AskMany { sequences, start }),
         1 => index().prop_map(Op::Close),
         1 => index().prop_map(Op::Drop),
         5 => (index(), layer(), index(), 0_usize..10).prop_map(
@@ -145,7 +192,7 @@ fn any_op() -> impl Strategy<Value = Op> {
         1 => (index(), 0_usize..20).prop_map(|(sequence, len)| Op::EditLength(sequence, len)),
         1 => index().prop_map(Op::EditBlocks),
         1 => Just(Op::Reset),
-        1 => (index(), 0_usize..8).prop_map(|(stale, way)| Op::UseStale(stale, way)),
+        1 => (index(), 0_usize..13).prop_map(|(stale, way)| Op::UseStale(stale, way)),
     ]
 }
 
@@ -200,6 +247,11 @@ impl World {
     fn apply(&mut self, op: &Op) {
         match *op {
             Op::Allocate(ref tokens, kind) => self.allocate(tokens, kind),
+            Op::AllocateMany(ref requests) => self.allocate_many(requests),
+            Op::AdvanceEpoch => {
+                self.books.epoch += 1;
+                assert_eq!(self.manager.advance_epoch(), Ok(self.books.epoch));
+            }
             Op::Fork(sequence, name) => {
                 let Some(at) = self.at(sequence) else { return };
                 let forked = self.manager.fork(&self.handles[at], name);
@@ -209,8 +261,11 @@ impl World {
             Op::Extend(sequence, count) => {
                 let Some(at) = self.at(sequence) else { return };
                 let found = self.manager.extend(&mut self.handles[at], count);
-                assert_eq!(found.map(copy), self.books.extend(at, count));
+                let expected = self.books.extend(&[(at, count)]);
+                let expected = expected.map(|copies| copies.first().map(|&(_, copy)| copy));
+                assert_eq!(found.map(copy), expected);
             }
+            Op::ExtendMany { sequences, additional } => self.extend_many(sequences, additional),
             Op::Truncate(sequence, len) => {
                 let Some(at) = self.at(sequence) else { return };
                 // Sometimes one too many.
@@ -248,8 +303,10 @@ impl World {
                 if let Some(wrong) = wrong.filter(|_| !tokens.is_empty()) {
                     tokens[wrong.index(count)] ^= 1;
                 }
-                let found = self.manager.commit(&mut self.handles[at], &tokens);
-                assert_eq!(found, self.books.commit(at, &tokens));
+                self.commit(at, tokens);
+            }
+            Op::CommitMany { sequences, counts, others } => {
+                self.commit_many(sequences, counts, others);
             }
             Op::Compute(sequence) => {
                 let Some(at) = self.at(sequence) else { return };
@@ -269,8 +326,7 @@ impl World {
                 let mut tokens = self.books.sequences[at].name.tokens.clone();
                 tokens.resize(len, 0);
                 let start = self.books.sequences[at].committed;
-                let found = self.manager.commit(&mut self.handles[at], &tokens[start..]);
-                assert_eq!(found, self.books.commit(at, &tokens[start..]));
+                self.commit(at, tokens.split_off(start));
             }
             Op::Free(sequence) => {
                 let Some(at) = self.at(sequence) else { return };
@@ -278,13 +334,14 @@ impl World {
                 self.forget(at);
             }
             Op::FreeByName(name) => {
-                let named =
-                    |at: &usize| self.books.sequences[*at].request_id.as_deref() == Some(name);
+                let named = |at: &usize| self.books.sequences[*at].request_id == Some(name);
                 let at = (0..self.handles.len()).find(named);
                 let unknown = KvError::UnknownRequest { request_id: name.to_owned() };
                 let expected = at.map(|at| self.forget(at)).ok_or(unknown);
                 assert_eq!(self.manager.free_request(name), expected);
             }
+            Op::FreeMany { sequences, twice } => self.free_many(sequences, twice),
+            Op::AskMany { sequences, start } => self.ask_many(sequences, start),
             Op::Close(sequence) => {
                 let Some(at) = self.at(sequence) else { return };
                 self.handles[at].close();
@@ -350,50 +407,153 @@ impl World {
     }
 
     fn allocate(&mut self, tokens: &[u32], kind: Kind) {
-        let Kind { salt, lora, extra_keys, request_id, lookahead } = kind;
-        let options = RequestOptions {
-            request_id,
-            cache_salt: salt.map(str::as_bytes),
-            lora_id: lora.map(str::as_bytes),
-            extra_keys,
-            lookahead,
-        };
+        let options = kind.options();
         let probed = self.manager.probe(tokens, &options);
         let allocated = self.manager.allocate(tokens, &options);
+        if let Ok(handle) = &allocated {
+            assert!(handle.num_cached_tokens() < tokens.len() || tokens.is_empty());
+            assert_eq!(probed, Ok(handle.num_cached_tokens()));
+        }
+        self.started(&[(tokens.to_vec(), kind)], allocated.map(|handle| vec![handle]));
+    }
+
+    fn allocate_many(&mut self, requests: &[(Vec<u32>, Kind)]) {
+        let given = requests.iter().map(|(tokens, kind)| (&**tokens, kind.options()));
+        let allocated = self.manager.allocate_many(&given.collect::<Vec<_>>());
+        self.started(requests, allocated);
+    }
+
+    /// Checks what allocations came to.
+    fn started(
+        &mut self,
+        requests: &[(Vec<u32>, Kind)],
+        allocated: Result<Vec<PagedKvCacheHandle>>,
+    ) {
         if self.books.duplicates == Duplicates::Keep
             && matches!(allocated, Err(KvError::OutOfBlocks { .. }))
         {
             // Whether there was room depends on which of two equal blocks would have hit.
-            self.books.counts.num_failures += 1;
+            self.books.counts.num_failures +=
+                u64::try_from(requests.len()).expect("a small number");
             return;
         }
-        let handle = allocated.as_ref().ok();
-        assert_eq!(
-            probed,
-            Ok(handle.map_or(probed.clone().unwrap_or(0), |handle| {
-                assert!(handle.num_cached_tokens() < tokens.len() || tokens.is_empty());
-                handle.num_cached_tokens()
-            }))
-        );
-        let found = handle.map(|handle| numbers(&handle.block_table().physical_blocks));
-        let extra_keys = extra_keys.iter().map(|&(index, keys)| (index, keys.to_vec())).collect();
-        let name = Name { salt, lora, tokens: tokens.to_vec(), extra_keys: Vec::new() };
-        let found = found.unwrap_or_default();
-        let expected = self.books.allocate(request_id, name, extra_keys, lookahead, &found);
-        assert_eq!(allocated.map(|handle| self.handles.push(handle)), expected);
+        let epoch = self.books.epoch;
+        let requests = requests.iter().enumerate().map(|(place, (tokens, kind))| {
+            let Kind { salt, lora, extra_keys, request_id, lookahead } = *kind;
+            let handle = allocated.as_ref().ok().and_then(|handles| handles.get(place));
+            let found = handle.map(|handle| numbers(&handle.block_table().physical_blocks));
+            let tokens = tokens.clone();
+            NewSequence {
+                request_id,
+                name: Name { epoch, salt, lora, tokens, extra_keys: Vec::new() },
+                extra_keys: extra_keys
+                    .iter()
+                    .map(|&(index, keys)| (index, keys.to_vec()))
+                    .collect(),
+                lookahead,
+                found: found.unwrap_or_default(),
+            }
+        });
+        let expected = self.books.allocate(requests.collect());
+        assert_eq!(allocated.map(|handles| self.handles.extend(handles)), expected);
     }
 
-    fn write_many(&mut self, layer: usize, position: Index, chosen: u8) {
-        let lens = self.books.sequences.iter().map(common::books::Sequence::len);
-        let chosen = lens.enumerate().filter(|&(at, len)| len > 0 && chosen >> (at % 8) & 1 == 1);
-        let places = chosen.map(|(at, len)| (at, position.index(len))).collect::<Vec<_>>();
+    /// The sequences that the bits choose.
+    fn chosen(&self, sequences: u8) -> Vec<usize> {
+        (0..self.handles.len()).filter(|at| sequences >> (at % 8) & 1 == 1).collect()
+    }
+
+    fn handles_at(&mut self, places: &[usize]) -> Vec<&mut PagedKvCacheHandle> {
+        let handles = self.handles.iter_mut().enumerate();
+        let chosen = handles.filter(|(at, _)| places.contains(at));
+        chosen.map(|(_, handle)| handle).collect()
+    }
+
+    fn extend_many(&mut self, sequences: u8, additional: [usize; 8]) {
+        let (chosen, manager) = (self.chosen(sequences), self.manager.clone());
+        let counts = chosen.iter().map(|at| additional[at % 8]).collect::<Vec<_>>();
+        let found = manager.extend_many(&mut self.handles_at(&chosen), &counts);
+        let copies = found.map(|copies| {
+            let copies = copies.into_iter().map(|(place, one)| (chosen[place], copy(Some(one))));
+            copies.map(|(at, copy)| copy.map(|copy| (at, copy))).collect::<Option<Vec<_>>>()
+        });
+        let grown = chosen.iter().copied().zip(counts).collect::<Vec<_>>();
+        assert_eq!(copies, self.books.extend(&grown).map(Some));
+    }
+
+    fn commit(&mut self, at: usize, tokens: Vec<u32>) {
+        let found = self.manager.commit(&mut self.handles[at], &tokens);
+        let expected = self.books.commit(&[(at, tokens)]);
+        assert_eq!(found, expected.map_err(|(_, error)| error));
+    }
+
+    fn commit_many(&mut self, sequences: u8, counts: [usize; 8], others: [u32; 8]) {
+        let (chosen, manager) = (self.chosen(sequences), self.manager.clone());
+        let commits = chosen.iter().map(|&at| {
+            let sequence = &self.books.sequences[at];
+            let known = sequence.name.tokens.iter().skip(sequence.committed).copied();
+            (at, known.chain(others).take(counts[at % 8]).collect::<Vec<_>>())
+        });
+        let commits = commits.collect::<Vec<_>>();
+        let tokens = commits.iter().map(|(_, tokens)| &**tokens).collect::<Vec<_>>();
+        let found = manager.commit_many(&mut self.handles_at(&chosen), &tokens);
+        let expected = self.books.commit(&commits).map_err(|(index, error)| match error {
+            // It names the block.
+            KvError::WrongBlockState { .. } => error,
+            error => KvError::BatchEntry { index, source: Box::new(error) },
+        });
+        assert_eq!(found, expected);
+    }
+
+    fn free_many(&mut self, sequences: u8, twice: bool) {
+        let (chosen, manager) = (self.chosen(sequences), self.manager.clone());
+        let mut handles = chosen.iter().map(|&at| &self.handles[at]).collect::<Vec<_>>();
+        if let (Some(&first), true) = (handles.first(), twice) {
+            let cache_id = first.cache_id();
+            handles.push(first);
+            let found = manager.free_many(&handles);
+            assert_eq!(found, Err(KvError::DuplicateHandle { cache_id }));
+            return;
+        }
+        assert_eq!(manager.free_many(&handles), Ok(()));
+        for (gone, at) in chosen.into_iter().enumerate() {
+            self.forget(at - gone);
+        }
+    }
+
+    fn ask_many(&mut self, sequences: u8, start: Index) {
+        let (chosen, manager) = (self.chosen(sequences), self.manager.clone());
+        let handles = self.handles_at(&chosen);
+        let tables = manager.block_tables(&handles).expect("they are alive");
+        let lens = handles.iter().map(|handle| handle.num_tokens());
+        let ranges = lens.map(|len| start.index(len + 1)..len).collect::<Vec<_>>();
+        let slots = manager.slot_mappings(&handles, &ranges).expect("they have these tokens");
+
+        let sequences = chosen.iter().map(|&at| &self.books.sequences[at]);
+        let width = sequences.clone().map(|sequence| sequence.blocks.len()).max().unwrap_or(0);
+        let padded = sequences.clone().flat_map(|sequence| {
+            let blocks = sequence.blocks.iter().map(|&block| u32::try_from(block));
+            blocks.chain(std::iter::repeat(Ok(0))).take(width)
+        });
+        let padded = padded.collect::<std::result::Result<_, _>>().expect("small numbers");
+        assert_eq!(tables, BlockTables { blocks: padded, width });
+        let expected = sequences.zip(ranges).flat_map(|(sequence, range)| {
+            let slot = |at| sequence.blocks[at / BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE;
+            range.map(slot)
+        });
+        assert_eq!(slots, expected.collect::<Vec<_>>());
+    }
+
+    fn write_many(&mut self, layer: usize, position: Index, sequences: u8) {
+        let lens =
+            self.chosen(sequences).into_iter().map(|at| (at, self.books.sequences[at].len()));
+        let places = lens.filter(|&(_, len)| len > 0);
+        let places = places.map(|(at, len)| (at, position.index(len))).collect::<Vec<_>>();
         let numbers = self.new_numbers(places.len());
-        let is_chosen = |at: &usize| places.iter().any(|(chosen, _)| chosen == at);
-        let handles = (0..).zip(&mut self.handles).filter(|(at, _)| is_chosen(at));
-        let mut handles = handles.map(|(_, handle)| handle).collect::<Vec<_>>();
-        let positions = places.iter().map(|&(_, position)| position).collect::<Vec<_>>();
-        let (keys, values) = (keys(&numbers), values(&numbers));
-        let found = self.manager.write_many(layer, &mut handles, &positions, &keys, &values);
+        let (chosen, positions): (Vec<_>, Vec<_>) = places.iter().copied().unzip();
+        let (keys, values, manager) = (keys(&numbers), values(&numbers), self.manager.clone());
+        let mut handles = self.handles_at(&chosen);
+        let found = manager.write_many(layer, &mut handles, &positions, &keys, &values);
         let rows = places.iter().zip(numbers.chunks(1));
         let writes = rows.map(|(&(at, position), number)| (at, position, number));
         assert_eq!(found, self.books.write(layer, &writes.collect::<Vec<_>>()));
@@ -416,6 +576,11 @@ impl World {
             3 => manager.free(handle),
             4 => manager.commit(handle, &[0]),
             5 => handle.clone_handle().map(drop),
+            8 => manager.extend_many(&mut [handle], &[1]).map(drop),
+            9 => manager.commit_many(&mut [handle], &[&[0]]),
+            10 => manager.free_many(&[handle]),
+            11 => manager.block_tables(&[handle]).map(drop),
+            12 => manager.slot_mappings(&[handle], slice::from_ref(&(0..0))).map(drop),
             6 if self.manager.config().storage == Storage::Owned => {
                 write(manager, handle, 0, 0, &[1.0])
             }
@@ -465,7 +630,7 @@ impl World {
         let expected = ids
             .iter()
             .zip(&self.books.sequences)
-            .map(|(id, sequence)| (&**id, sequence.request_id.as_deref(), sequence.blocks.clone()));
+            .map(|(id, sequence)| (&**id, sequence.request_id, sequence.blocks.clone()));
         assert!(found.clone().eq(expected.clone()), "{report:?}");
         let pinned = (1..).zip(&self.books.blocks).map(|(at, block)| (at, block.pins));
         let pinned = pinned.filter(|&(_, pins)| pins > 0);

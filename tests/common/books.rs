@@ -18,6 +18,7 @@ pub(crate) type Keys = Vec<&'static [u8]>;
 /// What decides the content of a block.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Name {
+    pub(crate) epoch: u64,
     pub(crate) salt: Option<&'static str>,
     pub(crate) lora: Option<&'static str>,
     /// From the first token to the last one of the block.
@@ -36,7 +37,7 @@ pub(crate) struct Block {
 
 #[derive(Clone, Debug)]
 pub(crate) struct Sequence {
-    pub(crate) request_id: Option<String>,
+    pub(crate) request_id: Option<&'static str>,
     pub(crate) blocks: Vec<usize>,
     /// What is known of the content: the name of all of it, and extra keys that are still to come.
     pub(crate) name: Name,
@@ -44,6 +45,17 @@ pub(crate) struct Sequence {
     pub(crate) rows: Rows,
     pub(crate) cached: usize,
     pub(crate) committed: usize,
+}
+
+/// A sequence to start.
+#[derive(Clone, Debug)]
+pub(crate) struct NewSequence {
+    pub(crate) request_id: Option<&'static str>,
+    pub(crate) name: Name,
+    pub(crate) extra_keys: BTreeMap<usize, Keys>,
+    pub(crate) lookahead: usize,
+    /// What the manager gave it: its hits are those of the blocks of one name that it has.
+    pub(crate) found: Vec<usize>,
 }
 
 #[derive(Clone, Debug)]
@@ -56,11 +68,15 @@ pub(crate) struct View {
 /// A block of a sequence that was replaced, and by which: index, old and new.
 pub(crate) type Copy = (usize, usize, usize);
 
-/// A place that is about to change: sequence, index of the block, layers, slots.
-type Want = (usize, usize, Range<usize>, Range<usize>);
+/// A place that is about to change: index of the block, layers, slots.
+type Want = (usize, Range<usize>, Range<usize>);
+
+/// What a sequence needs: places that are its own, and new blocks.
+type Need = (usize, Vec<Want>, usize);
 
 #[derive(Clone, Debug)]
 pub(crate) struct Books {
+    pub(crate) epoch: u64,
     pub(crate) duplicates: Duplicates,
     pub(crate) prefix_caching: bool,
     /// Block `n` is at `n - 1`.
@@ -126,7 +142,8 @@ impl Books {
         let blocks = (0..num_blocks).map(|_| Block::default()).collect();
         let (queue, counts) = ((1..=num_blocks).collect(), ManagerStats::default());
         let (sequences, views) = Default::default();
-        Self { duplicates, prefix_caching, blocks, queue, sequences, views, counts }
+        let epoch = 0;
+        Self { epoch, duplicates, prefix_caching, blocks, queue, sequences, views, counts }
     }
 
     fn block(&mut self, block: usize) -> &mut Block {
@@ -188,78 +205,80 @@ impl Books {
 
     // Sequences
 
-    fn check_request_id(&self, request_id: Option<&str>) -> Result<()> {
-        let taken = self.sequences.iter().filter_map(|sequence| sequence.request_id.as_deref());
-        match request_id.filter(|&request_id| taken.clone().any(|taken| taken == request_id)) {
-            Some(taken) => Err(KvError::RequestExists { request_id: taken.to_owned() }),
-            None => Ok(()),
+    fn check_request_ids(
+        &self,
+        request_ids: impl Iterator<Item = Option<&'static str>>,
+    ) -> Result<()> {
+        let taken = self.sequences.iter().filter_map(|sequence| sequence.request_id);
+        let mut taken = taken.collect::<Vec<_>>();
+        for request_id in request_ids.flatten() {
+            if taken.contains(&request_id) {
+                return Err(KvError::RequestExists { request_id: request_id.to_owned() });
+            }
+            taken.push(request_id);
         }
+        Ok(())
     }
 
-    /// The hits among blocks of one name are those that the manager `found`.
-    pub(crate) fn allocate(
-        &mut self,
-        request_id: Option<&str>,
-        name: Name,
-        extra_keys: BTreeMap<usize, Keys>,
-        lookahead: usize,
-        found: &[usize],
-    ) -> Result<()> {
-        let allocated = self.try_allocate(request_id, name, extra_keys, lookahead, found);
+    /// Starts sequences, all of them or none.
+    pub(crate) fn allocate(&mut self, requests: Vec<NewSequence>) -> Result<()> {
+        let count = u64::try_from(requests.len()).expect("a small number");
+        let allocated = self.try_allocate(requests);
         match allocated {
-            Ok(()) => self.counts.num_allocations += 1,
-            Err(_) => self.counts.num_failures += 1,
+            Ok(()) => self.counts.num_allocations += count,
+            Err(_) => self.counts.num_failures += count,
         }
         allocated
     }
 
-    fn try_allocate(
-        &mut self,
-        request_id: Option<&str>,
-        name: Name,
-        extra_keys: BTreeMap<usize, Keys>,
-        lookahead: usize,
-        found: &[usize],
-    ) -> Result<()> {
-        self.check_request_id(request_id)?;
-        let len = name.tokens.len();
-        let request_id = request_id.map(str::to_owned);
-        let (blocks, rows) = Default::default();
-        let mut sequence =
-            Sequence { request_id, blocks, name, extra_keys, rows, cached: 0, committed: 0 };
-        if self.prefix_caching {
-            for index in 0..len.saturating_sub(1) / BLOCK_SIZE {
+    fn try_allocate(&mut self, requests: Vec<NewSequence>) -> Result<()> {
+        self.check_request_ids(requests.iter().map(|request| request.request_id))?;
+        let mut new = Vec::new();
+        for NewSequence { request_id, name, extra_keys, lookahead, found } in requests {
+            let num_tokens = name.tokens.len();
+            let (blocks, rows) = Default::default();
+            let mut sequence =
+                Sequence { request_id, blocks, name, extra_keys, rows, cached: 0, committed: 0 };
+            let reusable = if self.prefix_caching { num_tokens.saturating_sub(1) } else { 0 };
+            for index in 0..reusable / BLOCK_SIZE {
                 let has_it = self.find(&sequence.name_of(index));
                 let chosen = found.get(index).filter(|block| has_it.contains(block));
                 let Some(&block) = chosen.or(has_it.first()) else { break };
                 sequence.blocks.push(block);
             }
+            let needed = (num_tokens + lookahead).div_ceil(BLOCK_SIZE) - sequence.blocks.len();
+            new.push((sequence, needed));
         }
-        let needed = (len + lookahead).div_ceil(BLOCK_SIZE) - sequence.blocks.len();
-        let spared = sequence.blocks.iter().filter(|block| self.queue.contains(block)).count();
+        let needed = new.iter().map(|(_, needed)| needed).sum::<usize>();
+        let is_hit = |block: &&usize| new.iter().any(|(new, _)| new.blocks.contains(block));
+        let spared = self.queue.iter().filter(is_hit).count();
         if needed > self.queue.len() - spared {
             return Err(self.out_of_blocks(needed, spared));
         }
-        self.hold(&sequence.blocks);
-        for &block in &sequence.blocks {
-            let (_, rows) = self.blocks[block - 1].named.as_ref().expect("it was found by it");
-            for (own, rows) in sequence.rows.iter_mut().zip(rows) {
-                own.extend(rows);
-            }
+        for (sequence, _) in &new {
+            self.hold(&sequence.blocks);
         }
-        sequence.cached = sequence.len();
-        sequence.committed = sequence.cached;
-        sequence.resize(len);
-        sequence.blocks.extend(self.take(needed)?);
-        self.counts.query_tokens += u64::try_from(len).expect("a small number");
-        self.counts.hit_tokens += u64::try_from(sequence.cached).expect("a small number");
-        self.sequences.push(sequence);
+        for (mut sequence, needed) in new {
+            for &block in &sequence.blocks {
+                let (_, rows) = self.blocks[block - 1].named.as_ref().expect("it was found by it");
+                for (own, rows) in sequence.rows.iter_mut().zip(rows) {
+                    own.extend(rows);
+                }
+            }
+            let num_tokens = sequence.name.tokens.len();
+            sequence.cached = sequence.len();
+            sequence.committed = sequence.cached;
+            sequence.resize(num_tokens);
+            sequence.blocks.extend(self.take(needed)?);
+            self.counts.query_tokens += u64::try_from(num_tokens).expect("a small number");
+            self.counts.hit_tokens += u64::try_from(sequence.cached).expect("a small number");
+            self.sequences.push(sequence);
+        }
         Ok(())
     }
 
-    pub(crate) fn fork(&mut self, at: usize, request_id: Option<&str>) -> Result<()> {
-        self.check_request_id(request_id)?;
-        let request_id = request_id.map(str::to_owned);
+    pub(crate) fn fork(&mut self, at: usize, request_id: Option<&'static str>) -> Result<()> {
+        self.check_request_ids([request_id].into_iter())?;
         let mut fork = Sequence { request_id, ..self.sequences[at].clone() };
         fork.blocks.truncate(fork.len().div_ceil(BLOCK_SIZE));
         self.hold(&fork.blocks);
@@ -272,26 +291,30 @@ impl Books {
         self.give_back(&blocks);
     }
 
-    pub(crate) fn extend(&mut self, at: usize, additional: usize) -> Result<Option<Copy>> {
-        let sequence = &self.sequences[at];
-        let (len, num_blocks) = (sequence.len(), sequence.blocks.len());
-        let inside = len..(len + additional).min(num_blocks * BLOCK_SIZE);
-        let wants = segments(inside).into_iter();
-        let wants = wants.map(|(index, slots)| (at, index, 0..NUM_LAYERS, slots)).collect();
-        let num_new = (len + additional).div_ceil(BLOCK_SIZE).saturating_sub(num_blocks);
-        let (copies, new) = self.prepare(wants, num_new)?;
-        self.sequences[at].blocks.extend(new);
-        self.sequences[at].resize(len + additional);
-        Ok(copies.first().copied())
+    /// Makes sequences longer, all of them or none; returns what was copied, and for which of them.
+    pub(crate) fn extend(&mut self, additional: &[(usize, usize)]) -> Result<Vec<(usize, Copy)>> {
+        let needs = additional.iter().map(|&(at, additional)| {
+            let sequence = &self.sequences[at];
+            let (len, num_blocks) = (sequence.len(), sequence.blocks.len());
+            let inside = len..(len + additional).min(num_blocks * BLOCK_SIZE);
+            let wants = segments(inside).into_iter();
+            let wants = wants.map(|(index, slots)| (index, 0..NUM_LAYERS, slots)).collect();
+            (at, wants, (len + additional).div_ceil(BLOCK_SIZE).saturating_sub(num_blocks))
+        });
+        let copies = self.prepare(&needs.collect::<Vec<_>>())?;
+        for &(at, additional) in additional {
+            let len = self.sequences[at].len();
+            self.sequences[at].resize(len + additional);
+        }
+        Ok(copies)
     }
 
     /// One row for each number of each write, which is a sequence and a position.
     pub(crate) fn write(&mut self, layer: usize, writes: &[(usize, usize, &[f32])]) -> Result<()> {
-        let mut wants = Vec::new();
-        for &(at, start, numbers) in writes {
-            wants.extend(self.wants(at, layer..layer + 1, start..start + numbers.len())?);
-        }
-        self.prepare(wants, 0)?;
+        let needs = writes.iter().map(|&(at, start, numbers)| {
+            self.need(at, layer..layer + 1, start..start + numbers.len())
+        });
+        self.prepare(&needs.collect::<Result<Vec<_>>>()?)?;
         for &(at, start, numbers) in writes.iter().filter(|(.., numbers)| !numbers.is_empty()) {
             let sequence = &mut self.sequences[at];
             sequence.rows[layer][start..start + numbers.len()].copy_from_slice(numbers);
@@ -301,58 +324,63 @@ impl Books {
     }
 
     pub(crate) fn prepare_write(&mut self, at: usize, range: Range<usize>) -> Result<Vec<Copy>> {
-        let wants = self.wants(at, 0..NUM_LAYERS, range.clone())?;
-        let (copies, _) = self.prepare(wants, 0)?;
+        let need = self.need(at, 0..NUM_LAYERS, range.clone())?;
+        let copies = self.prepare(&[need])?;
         if !range.is_empty() {
             self.sequences[at].note_write(range.start);
         }
-        Ok(copies)
+        Ok(copies.into_iter().map(|(_, copy)| copy).collect())
     }
 
-    fn wants(&self, at: usize, layers: Range<usize>, range: Range<usize>) -> Result<Vec<Want>> {
+    fn need(&self, at: usize, layers: Range<usize>, range: Range<usize>) -> Result<Need> {
         let (Range { start, end }, len) = (range.clone(), self.sequences[at].len());
         if end > len {
             return Err(KvError::RangeOutOfBounds { start, end, len });
         }
-        let segments = segments(range).into_iter();
-        Ok(segments.map(|(index, slots)| (at, index, layers.clone(), slots)).collect())
+        let wants = segments(range).into_iter();
+        Ok((at, wants.map(|(index, slots)| (index, layers.clone(), slots)).collect(), 0))
     }
 
     /// Who is to change rows that others see gets a block of its own; and there are new ones as well.
-    fn prepare(&mut self, wants: Vec<Want>, num_new: usize) -> Result<(Vec<Copy>, Vec<usize>)> {
-        let (mut shared, mut left, mut renamed) = (Vec::new(), Vec::new(), Vec::new());
-        for (at, index, layers, slots) in wants {
-            let block = self.sequences[at].blocks[index];
-            let leaving = left.iter().filter(|&&left| left == block).count();
-            if self.blocks[block - 1].holders - leaving > 1
-                || self.is_viewed(block, &layers, &slots)
-            {
-                shared.push((at, index));
-                left.push(block);
-            } else {
-                renamed.push(block);
+    fn prepare(&mut self, needs: &[Need]) -> Result<Vec<(usize, Copy)>> {
+        // Of a block to copy its index.
+        let mut plan = Vec::<(usize, Option<usize>)>::new();
+        let (mut left, mut renamed) = (Vec::new(), Vec::new());
+        for (at, wants, num_new) in needs {
+            for (index, layers, slots) in wants {
+                let block = self.sequences[*at].blocks[*index];
+                let leaving = left.iter().filter(|&&left| left == block).count();
+                if self.blocks[block - 1].holders - leaving > 1
+                    || self.is_viewed(block, layers, slots)
+                {
+                    plan.push((*at, Some(*index)));
+                    left.push(block);
+                } else {
+                    renamed.push(block);
+                }
+            }
+            plan.extend(vec![(*at, None); *num_new]);
+        }
+        let mut copies = Vec::new();
+        let taken = self.take(plan.len())?;
+        for ((at, index), to) in plan.into_iter().zip(taken) {
+            let blocks = &mut self.sequences[at].blocks;
+            match index {
+                Some(index) => {
+                    copies.push((at, (index, std::mem::replace(&mut blocks[index], to), to)));
+                }
+                None => blocks.push(to),
             }
         }
-        let mut new = self.take(shared.len() + num_new)?;
         for block in renamed {
             self.block(block).named = None;
         }
-        let grown = new.split_off(shared.len());
-        let mut copies = Vec::new();
-        let mut originals = Vec::<(usize, Vec<usize>)>::new();
-        for ((at, index), to) in shared.into_iter().zip(new) {
-            let from = std::mem::replace(&mut self.sequences[at].blocks[index], to);
-            copies.push((index, from, to));
-            match originals.last_mut().filter(|(last, _)| *last == at) {
-                Some((_, blocks)) => blocks.push(from),
-                None => originals.push((at, vec![from])),
-            }
-        }
-        for (_, blocks) in originals {
-            self.give_back(&blocks);
+        for (at, ..) in needs {
+            let own = copies.iter().filter(|(owner, _)| owner == at);
+            self.give_back(&own.map(|&(_, (_, from, _))| from).collect::<Vec<_>>());
         }
         self.counts.num_copies += u64::try_from(copies.len()).expect("a small number");
-        Ok((copies, grown))
+        Ok(copies)
     }
 
     fn is_viewed(&self, block: usize, layers: &Range<usize>, slots: &Range<usize>) -> bool {
@@ -410,8 +438,12 @@ impl Books {
     /// Makes a sequence as long as a table says, which has the blocks for it.
     pub(crate) fn edit_length(&mut self, at: usize, len: usize, has_storage: bool) -> Result<()> {
         let (before, old_len) = (self.clone(), self.sequences[at].len());
-        let copied =
-            if len < old_len { self.truncate(at, len) } else { self.extend(at, len - old_len) };
+        let copied = if len < old_len {
+            self.truncate(at, len)
+        } else {
+            let copies = self.extend(&[(at, len - old_len)]);
+            copies.map(|copies| copies.first().map(|&(_, copy)| copy))
+        };
         if !has_storage && copied != Ok(None) {
             *self = before;
             let reason = "its new length needs a block to be copied, which without storage only \
@@ -421,55 +453,72 @@ impl Books {
         copied.map(|_| ())
     }
 
-    pub(crate) fn commit(&mut self, at: usize, tokens: &[u32]) -> Result<()> {
-        let sequence = &self.sequences[at];
-        let (start, len) = (sequence.committed, sequence.len());
-        let end = start + tokens.len();
-        if end > len {
-            return Err(KvError::RangeOutOfBounds { start, end, len });
-        }
-        let mut committed = sequence.clone();
-        for (token, &given) in (start..).zip(tokens) {
-            match committed.name.tokens.get(token) {
-                Some(&known) if known != given => return Err(KvError::TokenMismatch { token }),
-                Some(_) => {}
-                None => committed.name.tokens.push(given),
+    /// Commits tokens of sequences, all of them or none. An error comes with its place in the list.
+    pub(crate) fn commit(&mut self, commits: &[(usize, Vec<u32>)]) -> Result<(), (usize, KvError)> {
+        let mut changed = Vec::new();
+        for (place, (at, tokens)) in commits.iter().enumerate() {
+            let mut committed = self.sequences[*at].clone();
+            let (start, len) = (committed.committed, committed.len());
+            let end = start + tokens.len();
+            if end > len {
+                return Err((place, KvError::RangeOutOfBounds { start, end, len }));
             }
-        }
-        committed.committed = end;
-        let indices = start / BLOCK_SIZE..end / BLOCK_SIZE;
-        let indices = if self.prefix_caching { indices } else { 0..0 };
-        for index in indices.clone() {
-            let block = committed.blocks[index];
-            let named = self.blocks[block - 1].named.as_ref();
-            if named.is_some_and(|(own, _)| *own != committed.name_of(index)) {
-                let block = u32::try_from(block).expect("a small number");
-                let (state, wanted) = ("committed under another key", "uncommitted");
-                return Err(KvError::WrongBlockState { block, state, wanted });
-            }
-        }
-        for index in indices {
-            let (block, name) = (committed.blocks[index], committed.name_of(index));
-            let places = index * BLOCK_SIZE..(index + 1) * BLOCK_SIZE;
-            let has_it = self.find(&name);
-            if has_it.contains(&block) {
-                continue;
-            }
-            if let (Some(&other), Duplicates::Merge) = (has_it.first(), self.duplicates) {
-                let (_, rows) = self.blocks[other - 1].named.as_ref().expect("it was found by it");
-                for (own, rows) in committed.rows.iter_mut().zip(rows) {
-                    own[places.clone()].copy_from_slice(rows);
+            for (token, &given) in (start..).zip(tokens) {
+                match committed.name.tokens.get(token) {
+                    Some(&known) if known != given => {
+                        return Err((place, KvError::TokenMismatch { token }));
+                    }
+                    Some(_) => {}
+                    None => committed.name.tokens.push(given),
                 }
-                committed.blocks[index] = other;
-                self.hold(&[other]);
-                self.give_back(&[block]);
-            } else {
-                let rows = committed.rows.each_ref().map(|rows| rows[places.clone()].to_vec());
-                self.block(block).named = Some((name, rows));
+            }
+            committed.committed = end;
+            let indices = start / BLOCK_SIZE..end / BLOCK_SIZE;
+            changed.push((*at, committed, if self.prefix_caching { indices } else { 0..0 }));
+        }
+        // What blocks are to be called that have no name yet.
+        let mut given = BTreeMap::new();
+        for (place, (_, committed, indices)) in changed.iter().enumerate() {
+            for index in indices.clone() {
+                let (block, name) = (committed.blocks[index], committed.name_of(index));
+                let named = self.blocks[block - 1].named.as_ref().map(|(own, _)| own.clone());
+                let own = named
+                    .unwrap_or_else(|| given.entry(block).or_insert_with(|| name.clone()).clone());
+                if own != name {
+                    let block = u32::try_from(block).expect("a small number");
+                    let (state, wanted) = ("committed under another key", "uncommitted");
+                    return Err((place, KvError::WrongBlockState { block, state, wanted }));
+                }
             }
         }
-        self.sequences[at] = committed;
+        for (at, mut committed, indices) in changed {
+            for index in indices {
+                self.commit_block(&mut committed, index);
+            }
+            self.sequences[at] = committed;
+        }
         Ok(())
+    }
+
+    fn commit_block(&mut self, sequence: &mut Sequence, index: usize) {
+        let (block, name) = (sequence.blocks[index], sequence.name_of(index));
+        let places = index * BLOCK_SIZE..(index + 1) * BLOCK_SIZE;
+        let has_it = self.find(&name);
+        if has_it.contains(&block) {
+            return;
+        }
+        if let (Some(&other), Duplicates::Merge) = (has_it.first(), self.duplicates) {
+            let (_, rows) = self.blocks[other - 1].named.as_ref().expect("it was found by it");
+            for (own, rows) in sequence.rows.iter_mut().zip(rows) {
+                own[places.clone()].copy_from_slice(rows);
+            }
+            sequence.blocks[index] = other;
+            self.hold(&[other]);
+            self.give_back(&[block]);
+        } else {
+            let rows = sequence.rows.each_ref().map(|rows| rows[places.clone()].to_vec());
+            self.block(block).named = Some((name, rows));
+        }
     }
 
     // Views
