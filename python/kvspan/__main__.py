@@ -117,7 +117,7 @@ def new_parser() -> argparse.ArgumentParser:
         "--plot",
         type=Path,
         metavar="FILE",
-        help="draw the hit rates of the pools (needs matplotlib: pip install 'kvspan[plot]')",
+        help="draw the hit rates of the pools (needs matplotlib: pip install matplotlib)",
     )
     return parser
 

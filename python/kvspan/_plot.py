@@ -48,9 +48,7 @@ MAX_SHARING = len(KINDS) - IN_USE
 def load_matplotlib() -> None:
     """Raise an ``ImportError`` that says what to do if there is no matplotlib."""
     if find_spec("matplotlib") is None:
-        raise ImportError(
-            "matplotlib is not installed: pip install 'kvspan[plot]'", name="matplotlib"
-        )
+        raise ImportError("matplotlib is not installed: pip install matplotlib", name="matplotlib")
 
 
 # A pool

@@ -6,6 +6,8 @@ import importlib
 import importlib.metadata
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,18 @@ def test_readme_s_examples_run(code, capsys):
     # What the block prints stands in a comment beside it.
     for line in capsys.readouterr().out.splitlines():
         assert f"# {line}\n" in code
+
+
+def test_help_is_where_the_readme_says():
+    readme = ROOT / "README.md"
+    calls = re.findall(r"`(help\(.*?\))`", readme.read_text("utf-8")) if readme.is_file() else []
+    assert calls or not readme.is_file()
+    for call in calls:
+        # In an interpreter of its own, where nobody has imported more than the package.
+        run = subprocess.run(
+            [sys.executable, "-c", f"import kvspan; {call}"], capture_output=True, text=True
+        )
+        assert "Help on module" in run.stdout, run.stderr
 
 
 def test_names_of_the_package():
