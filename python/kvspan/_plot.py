@@ -65,7 +65,8 @@ def plot_pool(manager: KvCacheManager, ax: Axes | None = None) -> Axes:
 
         _, ax = pyplot.subplots(figsize=(9, 6), layout="compressed")
 
-    stats, blocks = manager.stats(), manager.inspect().blocks
+    # All that is said of blocks comes from one look at them.
+    blocks = manager.inspect().blocks
     kinds = np.fromiter(map(kind_of, blocks), np.intp, len(blocks))
     blocks_per_cell = math.ceil(len(blocks) / MAX_CELLS)
     num_cells = math.ceil(len(blocks) / blocks_per_cell)
@@ -110,10 +111,11 @@ def plot_pool(manager: KvCacheManager, ax: Axes | None = None) -> Axes:
         borderaxespad=0,
         frameon=False,
     )
+    stats, num_in_use = manager.stats(), counts[PINNED] + counts[IN_USE:].sum()
     ax.set_title(
-        f"{stats.num_blocks:,} blocks of {manager.block_size:,} tokens, "
+        f"{len(blocks):,} blocks of {manager.block_size:,} tokens, "
         f"{stats.num_sequences:,} sequences\n"
-        f"{stats.num_in_use:,} in use, {stats.num_cached:,} cached, {stats.num_free:,} free; "
+        f"{num_in_use:,} in use, {counts[CACHED]:,} cached, {counts[FREE]:,} free; "
         f"{stats.hit_rate:.1%} of {stats.query_tokens:,} tokens hit"
     )
     return ax

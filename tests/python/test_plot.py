@@ -1,6 +1,7 @@
 """What `KvCacheManager.plot` draws, and what a notebook shows of a manager."""
 
 import html.parser
+import re
 import sys
 
 import numpy as np
@@ -95,6 +96,27 @@ def test_title_says_the_numbers(used):
     assert title == (
         "10 blocks of 2 tokens, 5 sequences\n4 in use, 1 cached, 5 free; 0.0% of 8 tokens hit"
     )
+
+
+def test_the_title_agrees_with_the_picture_though_blocks_are_freed_meanwhile(manager):
+    handle = manager.allocate([1, 2, 3])
+
+    class Meanwhile:
+        block_size = manager.block_size
+
+        def inspect(self):
+            inspection = manager.inspect()
+            handle.close()
+            return inspection
+
+        def stats(self):
+            stats = manager.stats()
+            handle.close()
+            return stats
+
+    ax = _plot.plot_pool(Meanwhile())
+    [in_use] = re.findall(r"(\d+) in use", ax.get_title())
+    assert legend_of(ax)["in use by one sequence"] == in_use
 
 
 def test_rows_are_named_by_their_first_block(manager):
