@@ -98,7 +98,7 @@ def new_parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--num-blocks",
-        type=positive,
+        type=pool_size,
         nargs="+",
         required=True,
         metavar="N",
@@ -130,6 +130,15 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
+
+
+def pool_size(text: str) -> int:
+    try:
+        return positive(text)
+    except argparse.ArgumentTypeError as error:
+        if Path(text).exists():
+            raise argparse.ArgumentTypeError(f"{error}: TRACE comes before --num-blocks") from None
+        raise
 
 
 def run_replay(options: argparse.Namespace) -> None:

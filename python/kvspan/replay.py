@@ -65,8 +65,9 @@ __all__ = [
     "summarize",
 ]
 
-# More are a mistake in the file. At worst, as many take a gigabyte for the time of their request.
-MAX_TOKENS_OF_A_REQUEST = 2**28
+# More are a mistake in the file. At worst, where each is a block of the pool, as many take two
+# gigabytes for the time of their request.
+MAX_TOKENS_OF_A_REQUEST = 2**24
 POWERS_OF_TWO = [1 << exponent for exponent in range(17)]
 
 
@@ -207,7 +208,10 @@ def read_trace(path: str | Path, *, block_size: int | None = None) -> Trace:
 
     Each of its ids stands for ``block_size`` tokens if that agrees with all lines, and otherwise for
     as many as the format says. Raises ``OSError`` if the file can not be read, and
-    :class:`TraceError` if it is no trace.
+    :class:`TraceError` if it is no trace, or a request has more than 2**24 tokens.
+
+    It takes up to 200 bytes of memory for each different id, of which a few letters can name 2**24 in
+    the formats that have runs: read no file of somebody who means ill.
     """
     with open(path, "rb") as file:
         # Only looked at, so that a pipe will do.
@@ -337,8 +341,13 @@ def agrees(line: Line, tokens_per_id: int) -> bool:
 def requests_of(lines: Iterable[Line], tokens_per_id: int) -> Iterator[Request]:
     numbers: dict[Hashable, int] = {}
     for line in lines:
+        num_tokens = line.num_ids * tokens_per_id if line.num_tokens is None else line.num_tokens
+        if num_tokens > MAX_TOKENS_OF_A_REQUEST:
+            raise TraceError(
+                f"line {line.number}: {line.num_ids:,} ids of {tokens_per_id:,} tokens are more than "
+                f"{MAX_TOKENS_OF_A_REQUEST:,} tokens"
+            )
         ids = [numbers.setdefault(one, len(numbers)) for run in line.ids for one in run]
-        num_tokens = len(ids) * tokens_per_id if line.num_tokens is None else line.num_tokens
         if num_tokens > len(ids) * tokens_per_id:
             # A partial block without an id, which no other request has.
             ids.append(numbers.setdefault(object(), len(numbers)))

@@ -296,6 +296,7 @@ BAD_LINES = {
     "ids of truth": ('{"hash_ids": [7, true]}', "True is no id"),
     "ids of lists": ('{"input_length": 64, "hash_ids": [[1]]}', "[1] is no id"),
     "ids that are no list": ('{"input_length": 64, "hash_ids": null}', "no object with a list"),
+    "ids of too many tokens": (json.dumps({"hash_ids": [7] * 32_769}), "32,769 ids of 512 tokens"),
     "too many ids": ("[0, 5, 5, [7, 8, 9, 10, 11, 12, 13, 14, 15]]", "9 ids for 5 tokens"),
 }  # fmt: skip
 
@@ -430,6 +431,11 @@ def test_bad_arguments_are_refused(packed, capsys, arguments, reason):
     said = failure_of(capsys, packed, *arguments)
     assert reason in said
     assert "usage: python -m kvspan replay TRACE --num-blocks N [N ...]" in said
+
+
+def test_a_trace_behind_the_sizes_of_pools_is_refused_with_what_to_do(packed, capsys):
+    said = failure_of(capsys, "--num-blocks", 10, packed)
+    assert f"'{packed}' is no whole number: TRACE comes before --num-blocks" in said
 
 
 def test_a_pool_too_large_is_refused(packed, capsys):
