@@ -360,6 +360,16 @@ pub enum KvError {
     #[error("the cache has no storage: it keeps count of blocks alone")]
     NoStorage,
 
+    /// A block would have to be copied elsewhere, of which nobody would learn.
+    #[error(
+        "block {block} has to be copied where its content is, since the cache has no storage, but the \
+         call does not report copies"
+    )]
+    UnreportedCopy {
+        /// The block id.
+        block: u32,
+    },
+
     /// Arrays that belong together do not fit.
     #[error("{what}: {given} were given, but there must be {wanted}")]
     ShapeMismatch {

@@ -626,6 +626,11 @@ fn the_errors_read_well() {
             "the epoch is 18446744073709551615, and can not be raised",
         ),
         (KvError::NoStorage, "the cache has no storage: it keeps count of blocks alone"),
+        (
+            KvError::UnreportedCopy { block: 3 },
+            "block 3 has to be copied where its content is, since the cache has no storage, but the \
+             call does not report copies",
+        ),
     ] {
         assert_eq!(error.to_string(), text);
     }

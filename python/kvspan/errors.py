@@ -220,7 +220,7 @@ class LayersDifferError(KvCacheError, ValueError):
 
 
 class NoStorageError(KvCacheError, RuntimeError):
-    """A manager that keeps count of blocks alone was asked for their content."""
+    """A manager that keeps count of blocks alone was asked for their content, or to copy it unseen."""
 
 
 class NoThreadsError(KvCacheError, RuntimeError):

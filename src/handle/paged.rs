@@ -95,7 +95,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
         additional: usize,
     ) -> Result<Option<BlockCopy>> {
         self.sync()?;
-        let copies = Self::extend_many(store, &mut [self], |_| additional)?;
+        let copies = Self::extend_many(store, &mut [self], Copies::Made, |_| additional)?;
         Ok(copies.first().map(|&(_, copy)| copy))
     }
 
@@ -406,7 +406,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
         let edited = std::mem::replace(&mut self.table, known);
         let (len, wanted) = (self.num_tokens, edited.sequence_length);
         let store = Arc::clone(self.lease.store());
-        let copies = if store.has_rows() { Copies::Made } else { Copies::Refused };
+        let copies = store.unreported_copies();
         let result = if wanted < len {
             self.truncate_synced(wanted, copies).map(|_| ())
         } else {
@@ -418,7 +418,13 @@ impl<T: Element> PagedKvCacheHandle<T> {
             Ok(()) => self.edited = false,
             Err(_) => self.table = edited,
         }
-        result
+        result.map_err(|error| match error {
+            KvError::UnreportedCopy { .. } => KvError::InconsistentTable {
+                reason: "its new length needs a block to be copied, which without storage only \
+                         extend and truncate can report",
+            },
+            error => error,
+        })
     }
 
     /// How many tokens can be read, whatever a caller did to the table.

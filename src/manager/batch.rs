@@ -7,7 +7,7 @@ use crate::block::BlockTable;
 use crate::dtype::Element;
 use crate::error::Result;
 use crate::handle::{KvCacheHandle, PagedKvCacheHandle, check_count, in_batch};
-use crate::store::BlockCopy;
+use crate::store::{BlockCopy, Copies};
 
 /// The block tables of many sequences, as kernels want them.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,15 +100,20 @@ impl<T: Element> KvCacheManager<T> {
         additional: &[usize],
     ) -> Result<Vec<(usize, BlockCopy)>> {
         check_count("numbers of tokens", additional.len(), handles.len())?;
-        self.extend_each(&mut all(handles), |index| additional[index])
+        let (handles, additional) = (&mut all(handles), |index: usize| additional[index]);
+        PagedKvCacheHandle::extend_many(&self.store, handles, Copies::Made, additional)
     }
 
+    /// The same; without storage it fails if blocks have to be copied, unless that `is_reported`.
+    #[cfg(feature = "python")]
     pub(crate) fn extend_each(
         &self,
         handles: &mut [&mut PagedKvCacheHandle<T>],
+        is_reported: bool,
         additional: impl Fn(usize) -> usize,
     ) -> Result<Vec<(usize, BlockCopy)>> {
-        PagedKvCacheHandle::extend_many(&self.store, handles, additional)
+        let copies = if is_reported { Copies::Made } else { self.store.unreported_copies() };
+        PagedKvCacheHandle::extend_many(&self.store, handles, copies, additional)
     }
 
     /// Makes room in a block that is there, if nobody else is concerned or uses the books just now; false

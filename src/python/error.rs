@@ -136,7 +136,7 @@ fn to_python(error: &KvError, message: String) -> PyErr {
             UnknownRequestError::new_err((message, request_id.clone()))
         }
         KvError::TokenMismatch { token } => TokenMismatchError::new_err((message, *token)),
-        KvError::NoStorage => NoStorageError::new_err((message,)),
+        KvError::NoStorage | KvError::UnreportedCopy { .. } => NoStorageError::new_err((message,)),
         KvError::NoThreads { num_threads } => NoThreadsError::new_err((message, *num_threads)),
         KvError::Corrupted { what, recorded, counted } => {
             CorruptedError::new_err((message, *what, *recorded, *counted))

@@ -68,13 +68,12 @@ pub(crate) enum Copies {
 }
 
 impl Copies {
-    fn check(self, any: bool) -> Result<()> {
-        if any && self == Self::Refused {
-            let reason = "its new length needs a block to be copied, which without storage only \
-                          extend and truncate can report";
-            return Err(KvError::InconsistentTable { reason });
+    /// Of `block`, the first that would be copied.
+    fn check(self, block: Option<BlockId>) -> Result<()> {
+        match block.filter(|_| self == Self::Refused) {
+            Some(block) => Err(KvError::UnreportedCopy { block: block.get() }),
+            None => Ok(()),
         }
-        Ok(())
     }
 }
 
@@ -131,6 +130,11 @@ impl<T: Element> Store<T> {
 
     pub(crate) fn has_rows(&self) -> bool {
         self.rows.is_some()
+    }
+
+    /// What becomes of a call that would copy blocks and tell nobody.
+    pub(crate) fn unreported_copies(&self) -> Copies {
+        if self.has_rows() { Copies::Made } else { Copies::Refused }
     }
 
     pub(crate) fn rows(&self) -> Result<&Arc<BlockRows<T>>> {

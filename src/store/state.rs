@@ -216,7 +216,7 @@ impl State {
                 plan.needs.push(Need::New { id, num_blocks });
             }
         }
-        copies.check(!plan.leaving.is_empty())?;
+        copies.check(plan.leaving.keys().next().copied())?;
         self.carry_out(plan)
     }
 
@@ -321,7 +321,7 @@ impl State {
         let (mut replaced, mut renamed) = (None, None);
         if let Some(last) = last.filter(|&last| pool.is_kept(last) == Ok(true)) {
             if pool.reference_count(last)? > 1 {
-                copies.check(true)?;
+                copies.check(Some(last))?;
                 replaced = Some(last);
                 let comes_free = |&block: &BlockId| {
                     pool.reference_count(block) == Ok(1) && pool.pin_count(block) == Ok(0)

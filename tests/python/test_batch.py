@@ -23,6 +23,7 @@ from blocks import (
 from kvspan.errors import (
     ForeignHandleError,
     InvalidInputError,
+    NoStorageError,
     OutOfBlocksError,
     OutOfRangeError,
     RequestExistsError,
@@ -269,6 +270,22 @@ def test_copies_are_reported_for_those_who_keep_the_bytes():
         assert (copy.block_index, copy.source) == (2, blocks(first)[2])
         assert blocks(handles[index])[2] == copy.target == slots[index] // BLOCK_SIZE
     assert manager.stats().num_copies == 2
+
+
+def test_without_storage_no_copy_goes_unreported():
+    manager = new_manager(16, storage=False)
+    first, other = start(manager, PROMPT), start(manager, [1, 2, 3])
+    handles = [other, manager.fork(first), first]
+    raised = refused_alike(manager, handles, NoStorageError, manager.extend_many, handles)
+    assert str(raised) == (
+        f"block {blocks(first)[2]} has to be copied where its content is, since the cache has no "
+        "storage, but the call does not report copies"
+    )
+    copies = []
+    manager.extend_many(handles, copies=copies)
+    assert [index for index, _ in copies] == [1]
+    # Nothing is left to copy.
+    manager.extend_many(handles)
 
 
 def test_forks_that_grow_together_keep_their_content_apart(manager):

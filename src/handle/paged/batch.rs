@@ -60,6 +60,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
     pub(crate) fn extend_many(
         store: &Store<T>,
         handles: &mut [&mut Self],
+        copies: Copies,
         additional: impl Fn(usize) -> usize,
     ) -> Result<Vec<(usize, BlockCopy)>> {
         // Those that need more than room in a block that is theirs.
@@ -74,7 +75,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
         if others.is_empty() {
             return Ok(Vec::new());
         }
-        let extended = Self::extend_some(store, handles, &others, &additional);
+        let extended = Self::extend_some(store, handles, &others, copies, &additional);
         if extended.is_err() {
             for_all_but(&others, handles, |index, handle| handle.unextend(additional(index)));
         }
@@ -117,13 +118,14 @@ impl<T: Element> PagedKvCacheHandle<T> {
         store: &Store<T>,
         handles: &mut [&mut Self],
         some: &[usize],
+        copies: Copies,
         additional: impl Fn(usize) -> usize,
     ) -> Result<Vec<(usize, BlockCopy)>> {
         for &index in some {
             handles[index].check_store(store)?;
             handles[index].sync().map_err(|error| in_batch(index, error))?;
         }
-        Self::extend_synced(store, handles, some, Copies::Made, additional)
+        Self::extend_synced(store, handles, some, copies, additional)
     }
 
     /// Makes some of the sequences longer, in whatever way it takes.

@@ -93,10 +93,11 @@ impl PyKvCacheManager {
     ///
     /// `num_tokens` is one number for all, or one for each. Returns the slots of the new tokens, one
     /// after the other: a new array of int64. What was copied is appended to the list `copies`, as
-    /// pairs of an index in `handles` and a ``BlockCopy``: without storage it has to be acted on.
+    /// pairs of an index in `handles` and a ``BlockCopy``. Without storage that has to be acted on, so
+    /// that a call without the list is refused if it would copy.
     ///
-    /// Raises OutOfBlocksError if there are too few blocks for all, and InvalidInputError if a handle
-    /// is given twice.
+    /// Raises OutOfBlocksError if there are too few blocks for all, InvalidInputError if a handle is
+    /// given twice, and NoStorageError if copies would go unreported.
     #[pyo3(
         signature = (handles, num_tokens = Numbers::All(1), *, copies = None),
         text_signature = "($self, handles, num_tokens=1, *, copies=None)"
@@ -110,8 +111,10 @@ impl PyKvCacheManager {
     ) -> PyResult<Bound<'py, PyArray1<isize>>> {
         let manager = self.core()?;
         num_tokens.check_count("numbers of tokens", handles.len())?;
-        let extended = handles
-            .change(py, |handles| manager.extend_many(handles, |index| num_tokens.get(index)))?;
+        let is_reported = copies.is_some();
+        let extended = handles.change(py, |handles| {
+            manager.extend_many(handles, is_reported, |index| num_tokens.get(index))
+        })?;
         if let Some(copies) = copies {
             for (index, copy) in extended.copies {
                 copies.append((index, PyBlockCopy::from(copy)))?;

@@ -283,10 +283,11 @@ impl AnyKvCacheManager {
     pub(super) fn extend_many(
         &self,
         handles: &mut Changing<'_>,
+        is_reported: bool,
         additional: impl Fn(usize) -> usize,
     ) -> Result<Extended> {
         own_all!((self, handles) as (manager, mut handles) => {
-            let copies = manager.extend_each(&mut handles, &additional)?;
+            let copies = manager.extend_each(&mut handles, is_reported, &additional)?;
             let mut slots = Vec::with_capacity(handles.len());
             for (index, handle) in handles.iter().enumerate() {
                 handle.push_last_slots(additional(index), &mut slots)?;
