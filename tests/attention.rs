@@ -42,6 +42,13 @@ fn attend<T: Element>(
     Ok(out)
 }
 
+fn attend_context(shape: Shape, elements: &[f32], context: &Context<'_>) -> Result<Vec<f32>> {
+    let mut out = vec![f32::NAN; elements.len()];
+    let pool = AttentionPool::default();
+    Attention::default().attend(query(shape, elements), context, &pool, &mut out)?;
+    Ok(out)
+}
+
 /// A sequence of these numbers in blocks, in the only layer.
 fn paged<T: Element>(
     shape: Shape,
@@ -440,19 +447,77 @@ fn a_soft_cap_of_any_size_bounds_scores_with_little_error() {
 }
 
 #[test]
-fn a_layer_can_grow_while_it_is_attended_to() {
+fn a_context_stays_as_it_is_while_its_layer_grows() {
     let shape = GROUPED;
     let keys = numbers(1, 10 * shape.width());
     let cache = cache::<f32>(shape, &keys, &keys);
+    let elements = numbers(2, shape.query_width());
+    let before = attend(Attention::default(), shape, &elements, &cache).unwrap();
     let pinned = cache.pin_range(0, 10).unwrap();
     let context = Context::of_span(pinned.span()).unwrap();
     cache.append(&keys, &keys).unwrap();
+    assert_eq!(attend_context(shape, &elements, &context), Ok(before.clone()));
+    assert_ne!(attend(Attention::default(), shape, &elements, &cache), Ok(before));
     assert_eq!((context.len(), context.num_heads(), context.head_dim()), (10, 2, 8));
     assert_eq!(context.dtype(), DType::F32);
     assert_eq!(
         format!("{context:?}"),
         "Context { shape: [10, 2, 8], dtype: F32, num_segments: 1 }"
     );
+}
+
+#[test]
+fn a_chunk_of_a_prompt_sees_nothing_of_the_blocks_that_are_to_be_filled() {
+    let shape = GROUPED;
+    let (keys, values) = (numbers(1, 9 * shape.width()), numbers(2, 9 * shape.width()));
+    let (_manager, handle) = paged::<f32>(shape, 4, &keys, &values);
+    let (k, v) = handle.kv_cache(0).unwrap();
+    let (k, v) = (k.unwrap(), v.unwrap());
+    let whole = || Context::of_tensors(&*k, &*v).unwrap();
+    let elements = numbers(3, 2 * shape.query_width());
+    for len in 2..=9 {
+        let part = |rows: &[f32]| rows[..len * shape.width()].to_vec();
+        let cache = cache::<f32>(shape, &part(&keys), &part(&values));
+        let wanted = attend(Attention::default(), shape, &elements, &cache);
+        let first = whole().first(len).unwrap();
+        assert_eq!(first.len(), len);
+        assert_eq!(attend_context(shape, &elements, &first), wanted);
+    }
+    let too_many = KvError::RangeOutOfBounds { start: 0, end: 10, len: 9 };
+    assert_eq!(whole().first(10).err(), Some(too_many));
+    let none = attend_context(shape, &elements, &whole().first(0).unwrap());
+    assert_eq!(none, Err(KvError::NothingToAttend));
+}
+
+#[test]
+fn an_error_says_which_of_several_sequences_it_is_about() {
+    let shape = GROUPED;
+    let keys = numbers(1, 3 * shape.width());
+    let (_one, good) = paged::<f32>(shape, 2, &keys, &keys);
+    let (_other, empty) = paged::<f32>(shape, 2, &[], &[]);
+    let (elements, mut out) = (numbers(2, shape.query_width()), vec![7.0; 64]);
+    let sequences: [(_, &dyn KvCacheHandle); 2] =
+        [(query(shape, &elements), &good), (query(shape, &elements), &empty)];
+    let pool = AttentionPool::default();
+    let result = Attention::default().attend_handles(&sequences, 0, &pool, &mut out);
+    let source = Box::new(KvError::NothingToAttend);
+    assert_eq!(result, Err(KvError::BatchEntry { index: 1, source }));
+    assert_eq!(out, [7.0; 64]);
+    let alone = Attention::default().attend_handles(&sequences[1..], 0, &pool, &mut out[..32]);
+    assert_eq!(alone, Err(KvError::NothingToAttend));
+}
+
+#[test]
+fn a_scale_of_any_size_makes_no_nan() {
+    let shape = GROUPED;
+    let keys = numbers(1, 3 * shape.width());
+    let cache = cache::<f32>(shape, &keys, &keys);
+    let zero = vec![0.0; shape.query_width()];
+    let plain = attend(Attention::default(), shape, &zero, &cache);
+    for scale in [f32::MAX, -f32::MAX, f32::MIN_POSITIVE] {
+        let options = Attention { scale: Some(scale), ..Attention::default() };
+        assert_eq!(attend(options, shape, &zero, &cache), plain);
+    }
 }
 
 #[test]
@@ -572,8 +637,10 @@ struct Told {
     segments: Vec<Vec<f32>>,
     scales: Vec<Vec<f32>>,
     num_segments: usize,
-    /// Bytes of the first segment that are left out.
+    /// Bytes that the first segment leaves out at its beginning.
     skip: usize,
+    /// And at its end.
+    cut: usize,
 }
 
 impl TensorLike for Told {
@@ -596,7 +663,7 @@ impl TensorLike for Told {
     fn segment(&self, index: usize) -> Option<&[u8]> {
         let elements = self.segments.get(index)?;
         let bytes = bytemuck::cast_slice(elements);
-        Some(if index == 0 { &bytes[self.skip..] } else { bytes })
+        Some(if index == 0 { &bytes[self.skip..bytes.len() - self.cut] } else { bytes })
     }
 
     fn scales(&self, index: usize) -> Option<&[f32]> {
@@ -697,6 +764,7 @@ fn tensors_of_somebody_else_are_read_and_lies_are_refused() {
         scales: vec![],
         num_segments: 2,
         skip: 0,
+        cut: 0,
     };
     let cache = cache::<f32>(GROUPED, &elements, &elements);
     let query = numbers(9, GROUPED.query_width());
@@ -755,12 +823,14 @@ fn bytes_out_of_alignment_are_refused() {
         scales: vec![],
         num_segments: 1,
         skip: 4,
+        cut: 0,
     };
-    // A slice of u16 at an odd address can not be made without copying bytes around.
     assert_eq!(attend_to(Some(told.clone()), Some(told.clone())).err(), None);
-    let told = Told { skip: 3, shape: [4, 2, 8], ..told };
-    let result = attend_to(Some(told.clone()), Some(told));
-    assert!(matches!(result, Err(KvError::ShapeMismatch { .. })), "{result:?}");
+    // As many bytes, at an odd address.
+    let told = Told { skip: 3, cut: 1, ..told };
+    let what = "bytes that a segment is out of alignment";
+    let error = KvError::ShapeMismatch { what, given: 1, wanted: 0 };
+    assert_eq!(attend_to(Some(told.clone()), Some(told)), Err(error));
 }
 
 #[test]

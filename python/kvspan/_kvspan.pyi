@@ -954,6 +954,7 @@ def attention(
     window: SupportsIndex | None = None,
     softcap: SupportsFloat | None = None,
     query_lens: _Indices | None = None,
+    kv_lens: SupportsIndex | _Indices | None = None,
     out: None = None,
     pool: AttentionPool | None = None,
 ) -> _Float32Array:
@@ -970,6 +971,7 @@ def attention(
     window: SupportsIndex | None = None,
     softcap: SupportsFloat | None = None,
     query_lens: _Indices | None = None,
+    kv_lens: SupportsIndex | _Indices | None = None,
     out: _Out,
     pool: AttentionPool | None = None,
 ) -> _Out: ...

@@ -116,6 +116,23 @@ impl<'a> Context<'a> {
         Ok(context)
     }
 
+    /// Returns the first `len` tokens of the context, as if there were no more.
+    ///
+    /// That is what the tokens of a chunk of a prompt see whose later blocks are there but not filled
+    /// yet.
+    ///
+    /// # Errors
+    ///
+    /// [`KvError::RangeOutOfBounds`] if there are less.
+    pub fn first(mut self, len: usize) -> Result<Self> {
+        if len > self.len {
+            return Err(KvError::RangeOutOfBounds { start: 0, end: len, len: self.len });
+        }
+        self.segments.truncate(self.segments.partition_point(|segment| segment.start < len));
+        self.len = len;
+        Ok(self)
+    }
+
     fn new(dtype: DType, [num_heads, head_dim]: [usize; 2], num_segments: usize) -> Result<Self> {
         for (field, value) in [("num_heads", num_heads), ("head_dim", head_dim)] {
             if value == 0 {

@@ -21,7 +21,8 @@ use fearless_simd::prelude::*;
 
 use super::context::{HeadRows, RUN, Run};
 use super::lanes::{Lanes, from_lanes, group_size, to_lanes};
-use super::task::{Partial, PartialRow, RowBlock, TILE, Task, filled, intersection};
+use super::task::{Partial, PartialRow, RowBlock, TILE, Task, intersection};
+use super::zeros;
 use crate::error::Result;
 use crate::memory::prefetch;
 
@@ -29,13 +30,17 @@ use crate::memory::prefetch;
 const FETCH_EVERY: usize = 16;
 
 /// Computes a task with the instructions of `simd`.
+///
+/// # Errors
+///
+/// `OutOfMemory`
 #[inline(always)]
 pub(super) fn attend<S: Simd, T: Lanes>(simd: S, task: &Task<'_>) -> Result<Partial> {
     let width = task.context.head_dim().next_multiple_of(group_size::<S, T>());
     let mut query = task.scaled_query(width)?;
     to_lanes::<S, T>(&mut query);
     let mut partial = Partial::new(query.len() / width, width)?;
-    let mut weights = filled(query.len() / width * TILE, 0.0)?;
+    let mut weights = zeros(query.len() / width * TILE)?;
     let mut blocks = Vec::new();
     let mut start = task.tokens.start;
     while start < task.tokens.end {

@@ -4,16 +4,16 @@ mod context;
 mod kernel;
 mod lanes;
 mod pool;
-pub(crate) mod task;
+mod task;
 
 pub use context::Context;
 use fearless_simd::{Level, dispatch};
 pub use pool::{AttentionPool, Instructions};
-use task::{Partial, Task};
+use task::{Partial, QueryBlock, Task};
 
 use crate::dtype::{DType, Element, bf16, f16};
 use crate::error::{KvError, Result};
-use crate::handle::{KvCacheHandle, TensorRef};
+use crate::handle::{KvCacheHandle, TensorRef, in_batch};
 use crate::ids::share;
 use crate::layer::LayerKvCache;
 use crate::memory::Deadline;
@@ -33,7 +33,9 @@ const SLICES: usize = 8;
 /// # Shapes
 ///
 /// Queries and outputs are `[q_tokens, num_q_heads, head_dim]` in C order. The last query token is the
-/// last token of the sequence: append or write keys and values first, then attend.
+/// last token of the sequence: append or write keys and values first, then attend. For a chunk of a
+/// prompt whose blocks were all allocated before, a [`Context`] of the [`first`](Context::first) tokens
+/// ends with the chunk.
 ///
 /// # What is read
 ///
@@ -46,14 +48,17 @@ const SLICES: usize = 8;
 ///
 /// # Errors
 ///
-/// All methods fail in the same ways, having written nothing:
+/// All methods fail in the same ways, and all but the last one before anything is written:
 ///
 /// * [`KvError::ShapeMismatch`] if shapes do not fit; [`KvError::HeadsNotGrouped`] if the query heads
 ///   are no multiple of the KV heads.
 /// * [`KvError::NothingToAttend`] if there are no tokens; [`KvError::QueryTooLong`] if there are less
 ///   than query tokens, and attention is causal.
 /// * [`KvError::InvalidOption`] for a field that makes no sense.
-/// * [`KvError::OutOfMemory`] if there is no room for what is summed until all of it is.
+/// * [`KvError::OutOfMemory`] if there is none to compute in: less than a megabyte for each thread, if
+///   tokens are not larger than usual.
+///
+/// What is wrong with one of several sequences is a [`KvError::BatchEntry`], which says with which.
 ///
 /// # Examples
 ///
@@ -189,10 +194,15 @@ impl Attention {
         pool: &AttentionPool,
         out: &mut [f32],
     ) -> Result<()> {
-        let tensors = sequences.iter().map(|(_, handle)| tensors_of(*handle, layer));
-        let tensors: Vec<_> = tensors.collect::<Result<_>>()?;
-        let contexts = tensors.iter().map(|(k, v)| Context::of_tensors(k.as_ref(), v.as_ref()));
-        let contexts: Vec<_> = contexts.collect::<Result<_>>()?;
+        let handles = sequences.iter().map(|&(_, handle)| handle).enumerate();
+        let tensors = handles.map(|(index, handle)| {
+            tensors_of(handle, layer).map_err(about(index, sequences.len()))
+        });
+        let tensors = tensors.collect::<Result<Vec<_>>>()?;
+        let contexts = tensors.iter().enumerate().map(|(index, (keys, values))| {
+            Context::of_tensors(&**keys, &**values).map_err(about(index, sequences.len()))
+        });
+        let contexts = contexts.collect::<Result<Vec<_>>>()?;
         let queries = sequences.iter().map(|&(query, _)| query);
         self.attend_many(&queries.zip(&contexts).collect::<Vec<_>>(), pool, out)
     }
@@ -206,26 +216,31 @@ impl Attention {
         out: &mut [f32],
         pause: impl FnMut() -> Result<(), E>,
     ) -> Result<(), E> {
-        let (mut tasks, mut places, mut done) = (Vec::new(), Vec::new(), 0);
-        for (query, context) in sequences {
-            let blocks = self.query_blocks(query, context)?;
-            let at_most = SLICES.div_ceil(blocks.len().max(1));
-            for block in blocks {
-                let elements = done..done + block.query.len();
-                done = elements.end;
+        let queries = sequences.iter().enumerate().map(|(index, (query, context))| {
+            self.query_blocks(query, context).map_err(about(index, sequences.len()))
+        });
+        let queries = queries.collect::<Result<Vec<_>>>()?;
+        let wanted = sequences.iter().map(|(query, _)| query.elements.len()).sum();
+        check("elements of the output", out.len(), wanted)?;
+
+        let (mut tasks, mut blocks, mut rest) = (Vec::new(), Vec::new(), out);
+        for queries in queries {
+            let at_most = SLICES.div_ceil(queries.len().max(1));
+            for query in queries {
+                let (own, others) = rest.split_at_mut(query.query.len());
+                rest = others;
                 let first = tasks.len();
-                tasks.extend(block.slices(at_most));
-                places.push((first..tasks.len(), elements));
+                tasks.extend(query.slices(at_most).map(|slice| (blocks.len(), slice)));
+                blocks.push(QueryBlock::new(tasks.len() - first, own));
             }
         }
-        check("elements of the output", out.len(), done)?;
         let level = pool.level();
-        let partials = pool.map(tasks.len(), |index| compute(level, &tasks[index]), pause)?;
-        let partials = partials.into_iter().collect::<Result<Vec<_>>>()?;
-        for (slices, elements) in places {
-            tasks[slices.start].merge(&partials[slices], &mut out[elements]);
-        }
-        Ok(())
+        let compute_one = |index: usize| {
+            let (block, task): &(usize, Task<'_>) = &tasks[index];
+            blocks[*block].finish(task, compute(level, task)?);
+            Ok(())
+        };
+        pool.run(tasks.len(), compute_one, pause)
     }
 
     /// Checks one sequence, and divides its query into blocks of tokens that are computed together.
@@ -301,4 +316,22 @@ fn compute(level: Level, task: &Task<'_>) -> Result<Partial> {
 
 fn check(what: &'static str, given: usize, wanted: usize) -> Result<()> {
     if given == wanted { Ok(()) } else { Err(KvError::ShapeMismatch { what, given, wanted }) }
+}
+
+/// Says which of several sequences an error is about.
+fn about(index: usize, num_sequences: usize) -> impl Fn(KvError) -> KvError {
+    move |error| if num_sequences > 1 { in_batch(index, error) } else { error }
+}
+
+/// Zeros to compute in.
+///
+/// # Errors
+///
+/// `OutOfMemory`
+pub(crate) fn zeros(len: usize) -> Result<Vec<f32>> {
+    let mut zeros = Vec::new();
+    let bytes = len.saturating_mul(size_of::<f32>());
+    zeros.try_reserve_exact(len).map_err(|_| KvError::OutOfMemory { bytes })?;
+    zeros.resize(len, 0.0);
+    Ok(zeros)
 }

@@ -5,6 +5,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use fearless_simd::Level;
+use parking_lot::Mutex;
 
 use crate::error::{KvError, Result};
 
@@ -14,8 +15,9 @@ const MAX_THREADS: usize = 4096;
 /// The threads that compute attention, and the instructions they use.
 ///
 /// The thread that makes a call computes as well, so that a pool of one thread has none of its own.
-/// A pool can be shared: calls from several threads divide its threads between them. What is computed
-/// is the same to the bit for any number of threads.
+/// A pool can be shared. Its threads work for one call at a time: a call that finds them at work
+/// computes on its own thread alone, and so waits for no other call. What is computed is the same to the
+/// bit for any number of threads.
 ///
 /// # Examples
 ///
@@ -28,6 +30,8 @@ const MAX_THREADS: usize = 4096;
 /// ```
 pub struct AttentionPool {
     threads: Option<rayon::ThreadPool>,
+    /// Held by the call that the threads work for.
+    turn: Mutex<()>,
     num_threads: usize,
     level: Level,
 }
@@ -80,7 +84,7 @@ impl AttentionPool {
             .thread_name(|index| format!("kvspan-attention-{index}"));
         let threads = (num_threads > 1).then(|| builder.build()).transpose();
         let threads = threads.map_err(|_| KvError::NoThreads { num_threads })?;
-        Ok(Self { threads, num_threads, level })
+        Ok(Self { threads, turn: Mutex::new(()), num_threads, level })
     }
 
     /// Returns how many threads compute, the one that calls among them.
@@ -103,21 +107,28 @@ impl AttentionPool {
         self.level
     }
 
-    /// Computes the results of `0..count`, and returns them in order.
+    /// Calls `compute` with each of `0..count`, lower ones first. An error of it ends the call.
     ///
     /// `pause` is called between two of them, on the thread that makes the call; an error of it ends
-    /// the call.
-    pub(super) fn map<R: Send + Sync, E>(
+    /// the call too.
+    pub(super) fn run<E: From<KvError>>(
         &self,
         count: usize,
-        compute: impl Fn(usize) -> R + Sync,
+        compute: impl Fn(usize) -> Result<()> + Sync,
         mut pause: impl FnMut() -> Result<(), E>,
-    ) -> Result<Vec<R>, E> {
-        let results: Vec<_> = (0..count).map(|_| OnceLock::new()).collect();
-        let next = AtomicUsize::new(0);
+    ) -> Result<(), E> {
+        let (next, failed) = (AtomicUsize::new(0), OnceLock::new());
         let compute_one = || {
             let index = next.fetch_add(1, Ordering::Relaxed);
-            results.get(index).is_some_and(|result| result.set(compute(index)).is_ok())
+            if index >= count {
+                return false;
+            }
+            if let Err(error) = compute(index) {
+                next.store(count, Ordering::Relaxed);
+                // Of two errors either will do.
+                let _ = failed.set(error);
+            }
+            true
         };
         let mut compute_all = || {
             while compute_one() {
@@ -128,8 +139,8 @@ impl AttentionPool {
             }
             Ok(())
         };
-        match &self.threads {
-            Some(threads) if count > 1 => threads.in_place_scope(|scope| {
+        match (&self.threads, self.turn.try_lock()) {
+            (Some(threads), Some(_turn)) if count > 1 => threads.in_place_scope(|scope| {
                 for _ in 1..self.num_threads.min(count) {
                     scope.spawn(|_| while compute_one() {});
                 }
@@ -137,14 +148,14 @@ impl AttentionPool {
             }),
             _ => compute_all(),
         }?;
-        Ok(results.into_iter().filter_map(OnceLock::into_inner).collect())
+        failed.into_inner().map_or(Ok(()), |error| Err(error.into()))
     }
 }
 
 /// One thread: the one that calls.
 impl Default for AttentionPool {
     fn default() -> Self {
-        Self { threads: None, num_threads: 1, level: Level::new() }
+        Self { threads: None, turn: Mutex::new(()), num_threads: 1, level: Level::new() }
     }
 }
 
@@ -173,5 +184,66 @@ impl Instructions {
             #[cfg(not(any(target_arch = "x86", target_arch = "x86_64")))]
             Self::Avx2 | Self::Avx512 => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn a_call_that_finds_the_threads_at_work_waits_for_no_other() {
+        let pool = AttentionPool::new(2).unwrap();
+        let (begun, end) = (Barrier::new(3), Barrier::new(3));
+        thread::scope(|scope| {
+            let long = scope.spawn(|| {
+                let wait = |_| {
+                    begun.wait();
+                    end.wait();
+                    Ok(())
+                };
+                pool.run::<KvError>(2, wait, || Ok(()))
+            });
+            begun.wait();
+            let here = thread::current().id();
+            let alone = |_| {
+                assert_eq!(thread::current().id(), here);
+                Ok(())
+            };
+            let mut pauses = 0;
+            let pause = || {
+                pauses += 1;
+                Ok::<_, KvError>(())
+            };
+            assert_eq!(pool.run(5, alone, pause), Ok(()));
+            assert_eq!(pauses, 5);
+            end.wait();
+            assert_eq!(long.join().unwrap(), Ok(()));
+        });
+    }
+
+    #[test]
+    fn an_error_ends_the_call() {
+        for num_threads in [1, 2] {
+            let pool = AttentionPool::new(num_threads).unwrap();
+            let called = AtomicUsize::new(0);
+            let fail = |index| {
+                called.fetch_add(1, Ordering::Relaxed);
+                if index == 0 { Err(KvError::NothingToAttend) } else { Ok(()) }
+            };
+            let result: Result<()> = pool.run(100, fail, || Ok(()));
+            assert_eq!(result, Err(KvError::NothingToAttend));
+            assert!(num_threads > 1 || called.into_inner() == 1);
+        }
+    }
+
+    #[test]
+    fn memory_that_can_not_be_had_is_an_error() {
+        let len = usize::MAX / 8;
+        let bytes = len * size_of::<f32>();
+        assert_eq!(super::super::zeros(len), Err(KvError::OutOfMemory { bytes }));
     }
 }

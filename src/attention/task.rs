@@ -1,13 +1,32 @@
 //! What is computed in one go, and how the results are put together.
 
 use std::f32::consts::LOG2_E;
+use std::mem;
 use std::ops::Range;
 
+use parking_lot::Mutex;
+
 use super::context::Context;
-use crate::error::{KvError, Result};
+use super::zeros;
+use crate::error::Result;
 
 /// Tokens whose scores are made before any of their values are read: a multiple of any number of lanes.
 pub(super) const TILE: usize = 128;
+
+/// Some query tokens of a sequence, and the results for slices of what they attend to.
+#[derive(Debug)]
+pub(super) struct QueryBlock<'a> {
+    num_slices: usize,
+    done: Mutex<Done<'a>>,
+}
+
+#[derive(Debug)]
+struct Done<'a> {
+    /// Of the slices that are computed, with where these begin.
+    partials: Vec<(usize, Partial)>,
+    /// Where the result of all goes.
+    out: &'a mut [f32],
+}
 
 /// Some query tokens of a sequence, and some of the tokens they attend to.
 #[derive(Clone, Debug)]
@@ -57,13 +76,14 @@ pub(super) struct PartialRow<'a> {
 
 impl Partial {
     /// Of no tokens.
+    ///
+    /// # Errors
+    ///
+    /// `OutOfMemory`
     pub(super) fn new(num_rows: usize, width: usize) -> Result<Self> {
-        Ok(Self {
-            max: filled(num_rows, f32::NEG_INFINITY)?,
-            norm: filled(num_rows, 0.0)?,
-            sums: filled(num_rows * width, 0.0)?,
-            width,
-        })
+        let [mut max, norm, sums] = [zeros(num_rows)?, zeros(num_rows)?, zeros(num_rows * width)?];
+        max.fill(f32::NEG_INFINITY);
+        Ok(Self { max, norm, sums, width })
     }
 
     pub(super) fn row(&mut self, row: usize) -> PartialRow<'_> {
@@ -71,6 +91,23 @@ impl Partial {
             max: &mut self.max[row],
             norm: &mut self.norm[row],
             sums: &mut self.sums[row * self.width..][..self.width],
+        }
+    }
+}
+
+impl<'a> QueryBlock<'a> {
+    pub(super) fn new(num_slices: usize, out: &'a mut [f32]) -> Self {
+        Self { num_slices, done: Mutex::new(Done { partials: Vec::new(), out }) }
+    }
+
+    /// Takes the result of one of its slices, and with the last of them puts all together.
+    pub(super) fn finish(&self, task: &Task<'_>, partial: Partial) {
+        let mut done = self.done.lock();
+        done.partials.push((task.tokens.start, partial));
+        if done.partials.len() == self.num_slices {
+            let mut partials = mem::take(&mut done.partials);
+            partials.sort_unstable_by_key(|&(start, _)| start);
+            task.merge(&partials, done.out);
         }
     }
 }
@@ -112,12 +149,17 @@ impl<'a> Task<'a> {
 
     /// The query in rows of `width`, of which zeros fill the rest, so that the product with a key is the
     /// score: an exponent of 2, or of e if there is a soft cap to go through first.
+    ///
+    /// # Errors
+    ///
+    /// `OutOfMemory`
     pub(super) fn scaled_query(&self, width: usize) -> Result<Vec<f32>> {
-        let factor = if self.softcap.is_none() { LOG2_E * self.scale } else { self.scale };
-        let mut rows = filled(self.query.len() / self.context.head_dim() * width, 0.0)?;
+        let base = if self.softcap.is_none() { LOG2_E } else { 1.0 };
+        let mut rows = zeros(self.query.len() / self.context.head_dim() * width)?;
         for (row, place) in rows.chunks_mut(width).zip(self.places()) {
             for (x, q) in row.iter_mut().zip(&self.query[place]) {
-                *x = q * factor;
+                // One after the other, since the product of both can be infinite.
+                *x = q * self.scale * base;
             }
         }
         Ok(rows)
@@ -156,14 +198,15 @@ impl<'a> Task<'a> {
         })
     }
 
-    /// Puts the results for all slices of a task together.
-    pub(super) fn merge(&self, partials: &[Partial], out: &mut [f32]) {
+    /// Puts the results for all slices together, which are in order.
+    fn merge(&self, partials: &[(usize, Partial)], out: &mut [f32]) {
         for (row, place) in self.places().enumerate() {
-            let max = partials.iter().map(|part| part.max[row]).fold(f32::NEG_INFINITY, f32::max);
+            let largest = partials.iter().map(|(_, part)| part.max[row]);
+            let max = largest.fold(f32::NEG_INFINITY, f32::max);
             let out = &mut out[place];
             out.fill(0.0);
             let mut norm = 0.0;
-            for part in partials {
+            for (_, part) in partials {
                 let weight = (part.max[row] - max).exp2();
                 norm += part.norm[row] * weight;
                 for (x, sum) in out.iter_mut().zip(&part.sums[row * part.width..]) {
@@ -175,14 +218,6 @@ impl<'a> Task<'a> {
             }
         }
     }
-}
-
-/// So many times the same number.
-pub(crate) fn filled(len: usize, number: f32) -> Result<Vec<f32>> {
-    let (mut numbers, bytes) = (Vec::new(), len.saturating_mul(size_of::<f32>()));
-    numbers.try_reserve_exact(len).map_err(|_| KvError::OutOfMemory { bytes })?;
-    numbers.resize(len, number);
-    Ok(numbers)
 }
 
 /// What two ranges have in common; if nothing, an empty range inside the second.

@@ -12,14 +12,13 @@ use super::blocks::{PyCacheTensor, PyContiguousKvCacheHandle, PyPagedKvCacheHand
 use super::buffer::{Opened, Room, SpanMemory, Tokens, Wanted, call};
 use super::cache::PyLayerKvCache;
 use super::config::Dimension;
-use super::convert::{Layer, NumTokens, in_entry, positions_of, type_name};
+use super::convert::{Layer, NumTokens, Numbers, in_entry, positions_of, type_name};
 use super::error::InvalidInputError;
 use super::fork::{self, ProcessLocal};
 use super::patience::SIGNAL_INTERVAL;
 use super::span::PyKVSpan;
 use super::typed::{AnyPinnedSpan, each};
-use crate::attention::task::filled;
-use crate::attention::{Attention, AttentionPool, Context, Instructions, Query};
+use crate::attention::{Attention, AttentionPool, Context, Instructions, Query, zeros};
 use crate::dtype::DType;
 use crate::error::KvError;
 use crate::handle::{Device, TensorLike, TensorRef};
@@ -28,8 +27,9 @@ use crate::memory::Stored;
 /// Threads that compute attention, and that belong to whoever made it.
 ///
 /// The thread that calls ``attention`` is one of them, so that a pool of one has no thread of its own.
-/// They end when the pool is dropped. Many calls may use a pool at the same time. A pool can not be used
-/// in a child that was forked after it was made.
+/// They end when the pool is dropped. Many calls may use a pool at the same time, and none waits for
+/// another: one that finds the threads at work computes on its own thread alone. A pool can not be used in
+/// a child that was forked after it was made.
 ///
 /// Parameters
 /// ----------
@@ -41,7 +41,7 @@ use crate::memory::Stored;
 /// InvalidConfigError
 ///     (a ValueError) If there are to be none.
 /// NoThreadsError
-///     (a RuntimeError) If the system does not give them.
+///     (a RuntimeError) If the system does not give them, or for more than 4096.
 ///
 /// Examples
 /// --------
@@ -94,7 +94,7 @@ impl PyAttentionPool {
 /// query : array of float32, [q_tokens, num_q_heads, head_dim] or [num_q_heads, head_dim]
 ///     C-contiguous. ``num_q_heads`` is a multiple of the number of KV heads.
 /// cache : LayerKvCache, KVSpan, PagedSpan or KvCacheHandle, or a list or tuple of them
-///     What to attend to, all of its tokens. With a list there is a sequence for each of its items, of
+///     What to attend to. With a list there is a sequence for each of its items, of
 ///     any lengths, and ``query`` has the tokens of the first, then those of the second, and so on.
 /// layer : int, optional
 ///     Which layer of a handle; for a handle only.
@@ -109,6 +109,10 @@ impl PyAttentionPool {
 ///     Makes scores ``softcap * tanh(score / softcap)``.
 /// query_lens : sequence of int, optional
 ///     Tokens of the query for each sequence of a list; by default one each.
+/// kv_lens : int or sequence of int, optional
+///     How many of its first tokens each sequence has, as far as this call goes; by default all. A
+///     prompt whose blocks were all allocated, but which is written and attended to in chunks, ends
+///     with the chunk: ``kv_lens=start + len(chunk)``.
 /// out : array of float32, optional
 ///     Where to write the result, of the shape of ``query``; by default a new array.
 /// pool : AttentionPool, optional
@@ -139,9 +143,10 @@ impl PyAttentionPool {
 #[pyfunction]
 #[pyo3(signature = (
     query, cache, layer = None, *, scale = None, causal = true, window = None, softcap = None,
-    query_lens = None, out = None, pool = None
+    query_lens = None, kv_lens = None, out = None, pool = None
 ))]
 #[expect(clippy::too_many_arguments, reason = "Python's are named")]
+#[expect(clippy::needless_pass_by_value, reason = "arguments from Python are extracted by value")]
 pub(super) fn attention<'py>(
     query: &Bound<'py, PyAny>,
     cache: &Bound<'py, PyAny>,
@@ -151,6 +156,7 @@ pub(super) fn attention<'py>(
     window: Option<NumTokens>,
     softcap: Option<f32>,
     query_lens: Option<&Bound<'py, PyAny>>,
+    kv_lens: Option<Numbers>,
     out: Option<&Bound<'py, PyAny>>,
     pool: Option<&Bound<'py, PyAttentionPool>>,
 ) -> PyResult<Bound<'py, PyAny>> {
@@ -166,6 +172,7 @@ pub(super) fn attention<'py>(
     let opened = Opened::new(query, wanted("query", Tokens::Any))?;
     let opened_out = out.map(|out| Opened::new(out, wanted("out", Tokens::Room))).transpose()?;
     let (held, lens) = sequences(cache, layer, q_tokens, query_lens)?;
+    kv_lens.as_ref().map_or(Ok(()), |lens| lens.check_count("kv_lens", held.0.len()))?;
 
     let elements = opened.look()?;
     let room = opened_out.map(Room::of).transpose()?;
@@ -183,9 +190,9 @@ pub(super) fn attention<'py>(
     let computed = py.detach(|| {
         // Others may change theirs meanwhile.
         let elements = elements.to_vec()?;
-        let mut result = filled(elements.len(), 0.0)?;
-        let contexts = held.iter().map(Held::context).collect::<PyResult<Vec<_>>>()?;
-        let (mut sequences, mut rest) = (Vec::with_capacity(held.len()), &*elements);
+        let mut result = zeros(elements.len())?;
+        let contexts = held.contexts(kv_lens.as_ref())?;
+        let (mut sequences, mut rest) = (Vec::with_capacity(contexts.len()), &*elements);
         for (context, &len) in contexts.iter().zip(&lens) {
             // The lengths add up to that of the query.
             let (own, others) = rest.split_at(len * heads * dim);
@@ -271,21 +278,52 @@ impl Held {
     }
 }
 
+/// All that is held. It is let go detached, since that waits for locks.
+struct AllHeld(Vec<Held>);
+
+impl AllHeld {
+    fn contexts(&self, kv_lens: Option<&Numbers>) -> PyResult<Vec<Context<'_>>> {
+        let mut contexts = Vec::with_capacity(self.0.len());
+        for (index, held) in self.0.iter().enumerate() {
+            let context = held.context().and_then(|context| match kv_lens {
+                Some(lens) => Ok(context.first(lens.get(index))?),
+                None => Ok(context),
+            });
+            contexts.push(context.map_err(|error| {
+                if self.0.len() == 1 {
+                    return error;
+                }
+                Python::attach(|py| in_entry(py, index, error))
+            })?);
+        }
+        Ok(contexts)
+    }
+}
+
+impl Drop for AllHeld {
+    fn drop(&mut self) {
+        let is_free = |held: &mut Held| !matches!(held, Held::Memory(_));
+        let pins = self.0.extract_if(.., is_free).collect::<Vec<_>>();
+        Python::attach(|py| py.detach(|| drop(pins)));
+    }
+}
+
 /// The sequences to attend to, and how many tokens of the query each has.
 fn sequences(
     cache: &Bound<'_, PyAny>,
     layer: Option<Layer>,
     q_tokens: usize,
     query_lens: Option<&Bound<'_, PyAny>>,
-) -> PyResult<(Vec<Held>, Vec<usize>)> {
+) -> PyResult<(AllHeld, Vec<usize>)> {
     if !cache.is_instance_of::<PyList>() && !cache.is_instance_of::<PyTuple>() {
         if query_lens.is_some() {
             let message = "query_lens is for a list of sequences";
             return Err(PyTypeError::new_err(message));
         }
-        return Ok((vec![hold(cache, layer)?], vec![q_tokens]));
+        return Ok((AllHeld(vec![hold(cache, layer)?]), vec![q_tokens]));
     }
-    let mut held = Vec::new();
+    let mut all = AllHeld(Vec::new());
+    let held = &mut all.0;
     for (index, item) in cache.try_iter()?.enumerate() {
         let item = item.and_then(|item| hold(&item, layer));
         held.push(item.map_err(|error| in_entry(cache.py(), index, error))?);
@@ -302,7 +340,7 @@ fn sequences(
             held.len()
         ),)));
     }
-    Ok((held, lens))
+    Ok((all, lens))
 }
 
 fn hold(cache: &Bound<'_, PyAny>, layer: Option<Layer>) -> PyResult<Held> {
@@ -368,7 +406,10 @@ fn tensor_of(name: &'static str, tensor: &Bound<'_, PyAny>) -> PyResult<Option<T
     let shape = tensor.getattr("shape")?.extract::<[usize; 3]>()?;
     let [_, heads, dim] = shape;
     let wanted = Wanted { name, dtype: DType::F32, tokens: Tokens::Many, heads, dim };
-    let elements = Opened::new(tensor, wanted)?.look()?.values().to_vec()?;
+    let opened = Opened::new(tensor, wanted)?;
+    let elements = opened.look()?;
+    let elements = elements.values();
+    let elements = tensor.py().detach(|| elements.to_vec())?;
     Ok(Some(std::sync::Arc::new(Copied { shape, elements })))
 }
 

@@ -4,9 +4,11 @@ use std::time::Duration;
 
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
+use pyo3::types::PyInt;
 
 use super::error::{InvalidInputError, LayerOutOfRangeError, OutOfRangeError};
 use crate::error::KvError;
+use crate::handle::check_count;
 
 /// A position or a number of tokens: any object with `__index__`, zero or more.
 #[derive(Clone, Copy, Debug)]
@@ -122,4 +124,43 @@ pub(super) fn in_entry(py: Python<'_>, index: usize, error: PyErr) -> PyErr {
     // If that fails, nothing but the note is lost.
     let _ = error.add_note(py, format!("in entry {index} of the batch"));
     error
+}
+
+/// One number for all sequences, or one for each.
+#[derive(Debug)]
+pub(super) enum Numbers {
+    All(usize),
+    Each(Vec<usize>),
+}
+
+impl<'py> FromPyObject<'_, 'py> for Numbers {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if object.is_instance_of::<PyInt>() || object.try_iter().is_err() {
+            return object.extract().map(|NumTokens(number)| Self::All(number));
+        }
+        positions_of(&object).map(Self::Each)
+    }
+}
+
+impl Numbers {
+    pub(super) fn check_count(
+        &self,
+        what: &'static str,
+        num_sequences: usize,
+    ) -> Result<(), KvError> {
+        match self {
+            Self::All(_) => Ok(()),
+            Self::Each(numbers) => check_count(what, numbers.len(), num_sequences),
+        }
+    }
+
+    /// Of a sequence that there is one for.
+    pub(super) fn get(&self, index: usize) -> usize {
+        match self {
+            Self::All(number) => *number,
+            Self::Each(numbers) => numbers[index],
+        }
+    }
 }

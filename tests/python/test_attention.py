@@ -16,6 +16,7 @@ from kvspan.errors import (
     InvalidInputError,
     LayerOutOfRangeError,
     NoStorageError,
+    OutOfRangeError,
     PinnedError,
     ReleasedError,
     StaleHandleError,
@@ -163,10 +164,54 @@ def test_many_sequences_may_have_queries_of_different_lengths():
 def test_chunks_of_a_prompt_give_what_the_whole_gives():
     cache, whole = new_cache(48), new_query(48, 4, DIM)
     expected = kvspan.attention(whole, cache)
-    parts = [
-        kvspan.attention(whole[end - 12 : end], cache.view(0, end)) for end in (12, 24, 36, 48)
-    ]
-    np.testing.assert_allclose(np.concatenate(parts), expected, rtol=2e-5, atol=2e-5)
+    ends = (12, 24, 36, 48)
+    for parts in (
+        [kvspan.attention(whole[end - 12 : end], cache.view(0, end)) for end in ends],
+        [kvspan.attention(whole[end - 12 : end], cache, kv_lens=end) for end in ends],
+    ):
+        np.testing.assert_allclose(np.concatenate(parts), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_prompt_is_written_and_attended_to_in_chunks():
+    manager, rng = new_manager(), np.random.default_rng(3)
+    keys, values = (numbers(rng, 21, KV_HEADS, DIM) for _ in "kv")
+    query = new_query(21, 4, DIM)
+    expected = softmax_attention(query, keys, values)
+    handle = manager.allocate(range(21))
+    for start_ in range(0, 21, 8):
+        chunk = slice(start_, min(start_ + 8, 21))
+        manager.write(handle, 0, start_, keys[chunk], values[chunk])
+        result = kvspan.attention(query[chunk], handle, 0, kv_lens=chunk.stop)
+        np.testing.assert_allclose(result, expected[chunk], rtol=2e-5, atol=2e-5)
+
+
+def test_each_of_many_sequences_has_as_many_tokens_as_is_said():
+    manager = new_manager()
+    handles, lens = [start(manager, n, seed=n) for n in (9, 20, 4)], [3, 17, 4]
+    query = new_query(3, 4, DIM)
+    together = kvspan.attention(query, handles, 0, kv_lens=np.array(lens))
+    for row, (handle, length) in enumerate(zip(handles, lens)):
+        alone = kvspan.attention(query[row], manager.view(handle, 0, 0, length))
+        np.testing.assert_array_equal(together[row], alone)
+    all_three = kvspan.attention(query, handles, 0, kv_lens=4)
+    np.testing.assert_array_equal(all_three[2], together[2])
+
+
+def test_a_sequence_has_no_more_tokens_than_it_has():
+    manager, query, out = new_manager(), new_query(2, 4, DIM), np.full((2, 4, DIM), 7, np.float32)
+    handles = [start(manager, 5), start(manager, 6, seed=1)]
+    with pytest.raises(OutOfRangeError, match=r"0\.\.6.* 5") as raised:
+        kvspan.attention(query, handles, 0, kv_lens=6, out=out)
+    assert raised.value.__notes__ == ["in entry 0 of the batch"]
+    with pytest.raises(OutOfRangeError, match="-1"):
+        kvspan.attention(query, handles, 0, kv_lens=[5, -1], out=out)
+    with pytest.raises(InvalidInputError, match="got 3 kv_lens, but there are 2"):
+        kvspan.attention(query, handles, 0, kv_lens=[5, 5, 5], out=out)
+    with pytest.raises(InvalidInputError, match="got 2 kv_lens, but there are 1"):
+        kvspan.attention(query, handles[0], 0, kv_lens=[5, 5], out=out)
+    with pytest.raises(InvalidInputError, match="only 1"):
+        kvspan.attention(query, handles[0], 0, kv_lens=1, out=out)
+    assert (out == 7).all()
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
@@ -181,13 +226,14 @@ def test_more_threads_give_the_same(num_threads):
             for row, handle in enumerate(handles)
         ]
     )
-    for _ in range(3):
-        result = kvspan.attention(query, handles, 0, pool=pool)
-        np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-5)
+    result = kvspan.attention(query, handles, 0, pool=pool)
+    np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(result, kvspan.attention(query, handles, 0))
 
 
 def test_a_pool_can_be_used_by_many_threads_at_once():
-    pool, cache, query = kvspan.AttentionPool(2), new_cache(100), new_query(1, 4, DIM)
+    pool, cache = kvspan.AttentionPool(2), new_cache(100)
+    query = new_query(100, 4, DIM)  # so many that the threads have something to do
     expected = kvspan.attention(query, cache)
     results, gate = [None] * 4, threading.Barrier(4)
 
@@ -201,7 +247,7 @@ def test_a_pool_can_be_used_by_many_threads_at_once():
     for thread in threads:
         thread.join()
     for result in results:
-        np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(result, expected)
 
 
 def test_the_result_goes_where_it_is_wanted():
@@ -240,10 +286,11 @@ def test_rows_that_no_query_sees_do_not_matter(poison):
         cache.write_kv(token, row, row)
     cache.truncate(32)
     np.testing.assert_array_equal(kvspan.attention(query, cache), expected)
-    np.testing.assert_array_equal(
-        kvspan.attention(query, new_cache(40), window=5),
-        kvspan.attention(query, new_cache(40).view(35, 40)),
-    )
+    cache = new_cache(40)
+    expected = kvspan.attention(query, cache.view(35, 40))
+    for token in range(35):
+        cache.write_kv(token, bad[0], bad[0])
+    np.testing.assert_array_equal(kvspan.attention(query, cache, window=5), expected)
 
 
 def test_a_fork_is_attended_to_as_it_is():
@@ -343,7 +390,7 @@ query = np.ones((256, 4096, 1), np.float32)  # 4 MiB
 out = np.full_like(query, 7)
 with open("/proc/self/statm") as statm:
     used = int(statm.read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 3 * query.nbytes, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_AS, (used + 2 * query.nbytes + 2**18, resource.RLIM_INFINITY))
 try:
     kvspan.attention(query, cache, causal=False, out=out)
 except MemoryError as error:
@@ -394,8 +441,11 @@ def test_an_error_says_which_sequence_it_is_about():
     manager = new_manager()
     handles = [start(manager, 5), start(manager, 6, seed=1)]
     manager.free(handles[1])
-    with pytest.raises(StaleHandleError, match="1"):
+    with pytest.raises(StaleHandleError) as raised:
         kvspan.attention(new_query(2, 4, DIM), handles, 0)
+    assert raised.value.__notes__ == ["in entry 1 of the batch"]
+    with pytest.raises(InvalidInputError, match=r"entry 1 of the batch.* 2 tokens"):
+        kvspan.attention(new_query(4, 4, DIM), [new_cache(5), new_cache(1)], query_lens=[2, 2])
 
 
 @pytest.mark.parametrize("cache", [None, 7, "cache", np.zeros((5, KV_HEADS, DIM), np.float32)])
@@ -473,7 +523,7 @@ def test_a_pool_says_what_it_computes_with():
 def test_the_threads_of_a_pool_end_with_it():
     before = threads_of_this_process()
     pool = kvspan.AttentionPool(3)
-    kvspan.attention(new_query(1, 4, DIM), new_cache(100), pool=pool)
+    kvspan.attention(new_query(100, 4, DIM), new_cache(100), pool=pool)
     assert threads_of_this_process() == before + 2
     del pool
     gc.collect()

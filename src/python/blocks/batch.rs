@@ -19,7 +19,7 @@ use crate::error::KvError;
 use crate::handle::check_count;
 use crate::manager::RequestOptions;
 use crate::python::buffer::{IdRows, TokenIds};
-use crate::python::convert::{NumTokens, in_entry, positions_of, push, type_name};
+use crate::python::convert::{NumTokens, Numbers, in_entry, push, type_name};
 
 #[pymethods]
 impl PyKvCacheManager {
@@ -209,41 +209,6 @@ impl PyKvCacheManager {
 fn array(py: Python<'_>, numbers: Vec<usize>) -> Bound<'_, PyArray1<isize>> {
     let numbers = numbers.into_iter().map(usize::cast_signed).collect::<Vec<_>>();
     PyArray1::from_slice(py, &numbers)
-}
-
-/// One number for all sequences, or one for each.
-#[derive(Debug)]
-enum Numbers {
-    All(usize),
-    Each(Vec<usize>),
-}
-
-impl<'py> FromPyObject<'_, 'py> for Numbers {
-    type Error = PyErr;
-
-    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        if object.is_instance_of::<PyInt>() || object.try_iter().is_err() {
-            return object.extract().map(|NumTokens(number)| Self::All(number));
-        }
-        positions_of(&object).map(Self::Each)
-    }
-}
-
-impl Numbers {
-    fn check_count(&self, what: &'static str, num_sequences: usize) -> Result<(), KvError> {
-        match self {
-            Self::All(_) => Ok(()),
-            Self::Each(numbers) => check_count(what, numbers.len(), num_sequences),
-        }
-    }
-
-    /// Of a sequence that there is one for.
-    fn get(&self, index: usize) -> usize {
-        match self {
-            Self::All(number) => *number,
-            Self::Each(numbers) => numbers[index],
-        }
-    }
 }
 
 /// The tokens of many sequences.
