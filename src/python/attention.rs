@@ -175,18 +175,10 @@ pub(super) fn attention<'py>(
     kv_lens.as_ref().map_or(Ok(()), |lens| lens.check_count("kv_lens", held.0.len()))?;
 
     let elements = opened.look()?;
-    let room = opened_out.map(Room::of).transpose()?;
-    for given in [Some(elements.len()), room.as_ref().map(Room::len)].into_iter().flatten() {
-        // Some objects do not have the shape that they say.
-        if given != axes.num_elements()? {
-            return Err(InvalidInputError::new_err((format!(
-                "out, or the memory of the query, has {given} elements, but the shape of the query \
-                 is {:?}",
-                axes.0
-            ),)));
-        }
-    }
-    let (elements, mut room) = (elements.values(), room.as_ref().map(Room::values));
+    // Some objects do not have the shape that they say.
+    axes.check_len(elements.len())?;
+    opened_out.as_ref().map_or(Ok(()), |out| axes.check_len(out.len()?))?;
+    let elements = elements.values();
     let computed = py.detach(|| {
         // Others may change theirs meanwhile.
         let elements = elements.to_vec()?;
@@ -209,16 +201,17 @@ pub(super) fn attention<'py>(
                 py.check_signals()
             })
         })?;
-        if let Some(room) = &mut room {
-            Stored::<f32> { data: &result, scales: &[] }.copy_to(&mut room.target());
-            result.clear();
-        }
         Ok::<_, PyErr>(result)
     })?;
-    match out {
-        Some(out) => Ok(out.clone()),
-        None => Ok(PyArray1::from_vec(py, computed).reshape(axes.0)?.into_any()),
-    }
+    let (Some(out), Some(opened)) = (out, opened_out) else {
+        return Ok(PyArray1::from_vec(py, computed).reshape(axes.0)?.into_any());
+    };
+    // Handlers of signals ran meanwhile, which may have taken the memory away.
+    let room = Room::of(opened)?;
+    axes.check_len(room.len())?;
+    let mut room = room.values();
+    py.detach(|| Stored::<f32> { data: &computed, scales: &[] }.copy_to(&mut room.target()));
+    Ok(out.clone())
 }
 
 /// The axes of a query.
@@ -254,10 +247,16 @@ impl Axes {
         }
     }
 
-    fn num_elements(&self) -> PyResult<usize> {
+    /// Checks how many elements the query has, or what the result goes to.
+    fn check_len(&self, given: usize) -> PyResult<()> {
         let product = self.0.iter().try_fold(1_usize, |product, &axis| product.checked_mul(axis));
-        let too_many = || InvalidInputError::new_err(("query has too many elements",));
-        product.ok_or_else(too_many)
+        if product == Some(given) {
+            return Ok(());
+        }
+        Err(InvalidInputError::new_err((format!(
+            "out, or the memory of the query, has {given} elements, but the shape of the query is {:?}",
+            self.0
+        ),)))
     }
 }
 

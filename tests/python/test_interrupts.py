@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvspan
-from kvspan.errors import PinnedError
+from kvspan.errors import InvalidInputError, PinnedError
 from support import Threads, assert_holds, isolated, new_cache, new_filled_cache, token, tokens
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are sent as on Unix")
@@ -224,3 +224,16 @@ def test_ctrl_c_in_a_reservation_s_block_discards_it():
         signal.raise_signal(signal.SIGINT)
     assert_holds(cache, *tokens(6))
     cache.reset()
+
+
+@isolated
+def test_what_a_handler_takes_away_is_not_written_to():
+    cache = new_cache(1000, heads=2, dim=64)
+    cache.initialize(1000)
+    query = np.zeros((100, 16, 64), np.float32)
+    out = np.empty_like(query)
+    signal.signal(signal.SIGUSR1, lambda *_: out.resize(1, refcheck=False))
+    Ctrl_C(number=signal.SIGUSR1)
+    with pytest.raises(InvalidInputError, match="out"):
+        while True:
+            kvspan.attention(query, cache, causal=False, out=out)

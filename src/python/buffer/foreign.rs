@@ -169,13 +169,20 @@ impl<'a, 'py> Opened<'a, 'py> {
     }
 
     pub(in crate::python) fn look(self) -> PyResult<Foreign<'a, 'py>> {
-        let Self { owner, wanted } = self;
-        let memory = match &owner {
-            Owner::Caller(array) => wanted.in_array(array)?,
-            Owner::Tensor(tensor) => wanted.in_tensor(tensor)?,
-            Owner::Buffer(buffer) => wanted.in_buffer(buffer)?,
-        };
-        Ok(Foreign { memory, _owner: owner })
+        Ok(Foreign { memory: self.memory()?, _owner: self.owner })
+    }
+
+    /// How many elements there are now, of an object that is looked at later.
+    pub(in crate::python) fn len(&self) -> PyResult<usize> {
+        Ok(self.memory()?.len)
+    }
+
+    fn memory(&self) -> PyResult<Memory> {
+        match &self.owner {
+            Owner::Caller(array) => self.wanted.in_array(array),
+            Owner::Tensor(tensor) => self.wanted.in_tensor(tensor),
+            Owner::Buffer(buffer) => self.wanted.in_buffer(buffer),
+        }
     }
 }
 
