@@ -224,7 +224,7 @@ class NoStorageError(KvCacheError, RuntimeError):
 
 
 class NoThreadsError(KvCacheError, RuntimeError):
-    """The system does not give the ``num_threads`` threads of a pool, the caller's among them."""
+    """The system does not give a pool its ``num_threads``, the caller's among them, or they are over 4096."""
 
     _fields = ("num_threads",)
     num_threads: int

@@ -109,7 +109,7 @@ impl PyKvCacheManager {
         &self.config
     }
 
-    /// The core's manager, which must be called detached.
+    /// The core's manager, which must be called detached where that can wait.
     pub(super) fn core(&self) -> PyResult<&AnyKvCacheManager> {
         self.manager.get()
     }

@@ -1,7 +1,8 @@
 //! Sequences in blocks: the manager, its handles, and what they tell.
 //!
-//! Every call into the core is made detached, since all of them take locks. So is the drop of
-//! whatever holds blocks.
+//! Calls into the core are made detached, since they take locks, and so is the drop of whatever holds
+//! blocks. Attached are the few that wait for nothing: `try_extend` and `try_commit`, which give up
+//! where they would have to, and those that read what never changes, or the epoch, which has no lock.
 
 mod batch;
 mod contiguous;
