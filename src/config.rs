@@ -252,9 +252,11 @@ impl BlockGeometry {
             let width = row.width;
             Some(Self { num_places, shape, width, block_bytes, num_bytes, row, scales_offset })
         };
-        sizes().ok_or(KvError::SizeOverflow {
-            capacity: num_blocks.saturating_mul(block_size).saturating_mul(num_layers),
-            num_heads: num_kv_heads,
+        sizes().ok_or(KvError::PoolSizeOverflow {
+            num_blocks,
+            block_size,
+            num_layers,
+            num_kv_heads,
             head_dim,
             itemsize: T::DTYPE.itemsize(),
         })
@@ -350,8 +352,16 @@ mod tests {
         let blocks = |num_blocks| BlockGeometry::new::<f32>(num_blocks, shape(4, 1, 1, 4));
         let largest = isize::MAX.unsigned_abs() / 128 - 1;
         assert!(blocks(largest).is_ok());
-        assert!(matches!(blocks(largest + 1), Err(KvError::SizeOverflow { .. })));
-        assert!(matches!(blocks(usize::MAX), Err(KvError::SizeOverflow { .. })));
+        for num_blocks in [largest + 1, usize::MAX] {
+            let error = blocks(num_blocks).unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                format!(
+                    "the size of the blocks overflows: 2 x {num_blocks} blocks x 4 tokens x 1 layers x \
+                     1 heads x 4 elements of 4 bytes"
+                )
+            );
+        }
         let zero = BlockGeometry::new::<f32>(1, shape(1, 0, 1, 1));
         assert!(matches!(zero, Err(KvError::InvalidConfig { field: "num_layers" })));
     }

@@ -46,6 +46,26 @@ pub enum KvError {
         itemsize: usize,
     },
 
+    /// The blocks that the configuration asks for have a size that no address space can hold.
+    #[error(
+        "the size of the blocks overflows: 2 x {num_blocks} blocks x {block_size} tokens x \
+         {num_layers} layers x {num_kv_heads} heads x {head_dim} elements of {itemsize} bytes"
+    )]
+    PoolSizeOverflow {
+        /// Blocks that sequences would have.
+        num_blocks: usize,
+        /// Tokens of a block.
+        block_size: usize,
+        /// Layers of the model.
+        num_layers: usize,
+        /// KV heads of a token.
+        num_kv_heads: usize,
+        /// Elements of a head.
+        head_dim: usize,
+        /// Bytes of an element.
+        itemsize: usize,
+    },
+
     /// The system does not give the memory.
     #[error("cannot allocate {bytes} bytes")]
     OutOfMemory {
@@ -338,6 +358,13 @@ pub enum KvError {
     /// A request that is still alive has this name.
     #[error("there is a live request {request_id:?} already")]
     RequestExists {
+        /// The name.
+        request_id: String,
+    },
+
+    /// Requests of one call have the same name.
+    #[error("the request {request_id:?} is there twice in one call")]
+    DuplicateRequest {
         /// The name.
         request_id: String,
     },

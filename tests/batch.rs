@@ -113,8 +113,9 @@ fn a_name_can_not_be_there_twice_in_one_call_either() {
     let manager = manager(4);
     let named = |request_id| RequestOptions { request_id: Some(request_id), ..Default::default() };
     let twice = manager.allocate_many(&[(&[1], named("a")), (&[2], named("a"))]);
-    let error = KvError::RequestExists { request_id: "a".to_owned() };
-    assert_eq!(twice.unwrap_err(), error);
+    let error = twice.unwrap_err();
+    assert_eq!(error, KvError::DuplicateRequest { request_id: "a".to_owned() });
+    assert_eq!(error.to_string(), "the request \"a\" is there twice in one call");
     let stats = manager.stats();
     assert_eq!((stats.num_in_use, stats.num_failures, stats.num_allocations), (0, 2, 0));
 

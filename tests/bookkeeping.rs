@@ -220,7 +220,7 @@ fn a_manager_without_dimensions_is_refused() {
         KvCacheManagerConfig { block_size: usize::MAX, storage: Storage::Elsewhere, ..config(1) };
     assert!(matches!(KvCacheManager::new(long), Err(KvError::TooLarge { what: "block_size", .. })));
     let huge = KvCacheManagerConfig { head_dim: usize::MAX / 2, ..config(1) };
-    assert!(matches!(KvCacheManager::new(huge), Err(KvError::SizeOverflow { .. })));
+    assert!(matches!(KvCacheManager::new(huge), Err(KvError::PoolSizeOverflow { .. })));
     let block_size = usize::MAX;
     let keyless = KvCacheManagerConfig { block_size, storage: Storage::Elsewhere, ..config(1) };
     let made = KvCacheManager::new(keyless).err();

@@ -181,7 +181,7 @@ class ForeignHandleError(KvCacheError, ValueError):
 
 
 class RequestExistsError(KvCacheError, ValueError):
-    """A live sequence has the name ``request_id`` already."""
+    """A live sequence has the name ``request_id`` already, or another one of the same call."""
 
     _fields = ("request_id",)
     request_id: str

@@ -35,7 +35,7 @@ impl<T: Element> KvCacheManager<T> {
     /// # Errors
     ///
     /// [`KvError::OutOfBlocks`](crate::KvError::OutOfBlocks) if there are too few for all; [`KvError::RequestExists`](crate::KvError::RequestExists) if a name is
-    /// taken, or there twice; [`KvError::TooLarge`](crate::KvError::TooLarge) as in [`allocate`](Self::allocate).
+    /// taken, [`KvError::DuplicateRequest`](crate::KvError::DuplicateRequest) if it is there twice; [`KvError::TooLarge`](crate::KvError::TooLarge) as in [`allocate`](Self::allocate).
     ///
     /// # Examples
     ///

@@ -220,7 +220,7 @@ impl<T: Element> KvCacheManager<T> {
     /// # Errors
     ///
     /// [`KvError::InvalidConfig`] if a number is 0, [`KvError::TooLarge`] if ids can not name as many
-    /// blocks, keys as many tokens of one, or a 64-bit integer as many slots, [`KvError::SizeOverflow`],
+    /// blocks, keys as many tokens of one, or a 64-bit integer as many slots, [`KvError::PoolSizeOverflow`],
     /// [`KvError::OutOfMemory`].
     pub fn with_element(config: KvCacheManagerConfig) -> Result<Self> {
         let KvCacheManagerConfig { num_blocks, block_size, num_layers, num_kv_heads, .. } = config;

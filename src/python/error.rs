@@ -62,6 +62,7 @@ fn to_python(error: &KvError, message: String) -> PyErr {
     match error {
         KvError::InvalidConfig { .. }
         | KvError::SizeOverflow { .. }
+        | KvError::PoolSizeOverflow { .. }
         | KvError::TooLarge { what: "num_blocks" | "block_size" | "the number of slots", .. } => {
             InvalidConfigError::new_err((message,))
         }
@@ -129,7 +130,7 @@ fn to_python(error: &KvError, message: String) -> PyErr {
         KvError::ForeignHandle { cache_id } => {
             ForeignHandleError::new_err((message, cache_id.clone()))
         }
-        KvError::RequestExists { request_id } => {
+        KvError::RequestExists { request_id } | KvError::DuplicateRequest { request_id } => {
             RequestExistsError::new_err((message, request_id.clone()))
         }
         KvError::UnknownRequest { request_id } => {

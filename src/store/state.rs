@@ -121,7 +121,7 @@ impl State {
         let mut names = BTreeSet::new();
         for name in openings.iter().filter_map(|opening| opening.request_id) {
             if !names.insert(name) {
-                return Err(KvError::RequestExists { request_id: name.to_owned() });
+                return Err(KvError::DuplicateRequest { request_id: name.to_owned() });
             }
             self.check_request_id(Some(name))?;
         }

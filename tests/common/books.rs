@@ -209,13 +209,16 @@ impl Books {
         &self,
         request_ids: impl Iterator<Item = Option<&'static str>>,
     ) -> Result<()> {
-        let taken = self.sequences.iter().filter_map(|sequence| sequence.request_id);
-        let mut taken = taken.collect::<Vec<_>>();
-        for request_id in request_ids.flatten() {
-            if taken.contains(&request_id) {
-                return Err(KvError::RequestExists { request_id: request_id.to_owned() });
+        let mut names = Vec::new();
+        for name in request_ids.flatten() {
+            let request_id = name.to_owned();
+            if names.contains(&name) {
+                return Err(KvError::DuplicateRequest { request_id });
             }
-            taken.push(request_id);
+            if self.sequences.iter().any(|sequence| sequence.request_id == Some(name)) {
+                return Err(KvError::RequestExists { request_id });
+            }
+            names.push(name);
         }
         Ok(())
     }

@@ -126,9 +126,12 @@ def test_too_few_blocks_for_all_start_none(manager):
 
 def test_a_name_that_is_taken_or_there_twice_starts_none(manager):
     handle = manager.allocate([1], "taken")
-    for names in (["new", "taken"], ["new", "new"]):
+    for names, message in [
+        (["new", "taken"], 'there is a live request "taken" already'),
+        (["new", "new"], 'the request "new" is there twice in one call'),
+    ]:
         raised = refused(manager, RequestExistsError, manager.allocate_many, [[1], [2]], names)
-        assert raised.request_id == names[1]
+        assert (raised.request_id, str(raised)) == (names[1], message)
     assert manager.stats().num_sequences == 1
     handle.close()
 

@@ -84,10 +84,10 @@ def test_dimensions_that_are_no_integers_are_refused(bad):
         (
             {"num_blocks": 2**20, "head_dim": 2**40},
             InvalidConfigError,
-            "the size of the cache overflows",
+            "the size of the blocks overflows: 2 x 1048576 blocks x 4 tokens x 2 layers x",
         ),
-        ({"head_dim": 2**63}, InvalidConfigError, "the size of the cache overflows"),
-        ({"num_layers": 2**64 - 1}, InvalidConfigError, "the size of the cache overflows"),
+        ({"head_dim": 2**63}, InvalidConfigError, "the size of the blocks overflows"),
+        ({"num_layers": 2**64 - 1}, InvalidConfigError, "x 18446744073709551615 layers x"),
         (
             {"num_blocks": 2**32, "storage": False},
             InvalidConfigError,
