@@ -161,7 +161,7 @@ def timed(call: Callable[[], object]) -> float:
 
 def keys(length: int) -> Callable[[], float]:
     manager, tokens = new_manager(1), prompt(0, length)
-    return lambda: timed(lambda: manager.keys(tokens))
+    return lambda: timed(lambda: manager.block_keys(tokens))
 
 
 def keys_and_look_up(length: int) -> Callable[[], float]:
@@ -172,7 +172,7 @@ def keys_and_look_up(length: int) -> Callable[[], float]:
 
 def cached(manager: kvspan.KvCacheManager, tokens: np.ndarray) -> kvspan.KeyChain:
     """The keys of a prompt that is cached."""
-    chain = manager.keys(tokens)
+    chain = manager.block_keys(tokens)
     with manager.allocate(chain) as handle:
         manager.commit(handle, tokens)
     return chain
@@ -201,7 +201,7 @@ def full_hit() -> Callable[[], float]:
 
 def allocate(part: str) -> Callable[[], float]:
     manager, tokens = new_manager(NUM_BLOCKS), prompt(0, PROMPT)
-    chain = manager.keys(tokens)
+    chain = manager.block_keys(tokens)
 
     def sample() -> float:
         manager.reset_prefix_cache()
@@ -220,7 +220,7 @@ def evicting() -> Callable[[], float]:
     """More prompts than the pool holds, in turn, so that none is there when it comes again."""
     manager = new_manager(4 * PROMPT // BLOCK_SIZE)
     prompts = [prompt(number, PROMPT) for number in range(5)]
-    chains = [manager.keys(tokens) for tokens in prompts]
+    chains = [manager.block_keys(tokens) for tokens in prompts]
     turn = 0
 
     def sample() -> float:

@@ -72,7 +72,7 @@ def costs(num_blocks: int, length: int, pace: Pace) -> Costs:
     times: dict[str, list[float]] = {name: [] for name in Costs._fields}
     for _ in range(pace.count(40)):
         prompt = tokens()
-        chain = timed(times["keys"], manager.keys, prompt)
+        chain = timed(times["keys"], manager.block_keys, prompt)
         handle = timed(times["evicting"], start, manager, chain, prompt)
         manager.free(handle)
         timed(times["look_up"], manager.probe, chain)

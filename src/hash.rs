@@ -137,16 +137,16 @@ impl KeyRoot<'_> {
 /// let tokens: Vec<u32> = (0..40).collect();
 /// let mut chain = KeyChain::new(KeyRoot::default().key()?, 16)?;
 /// chain.extend(&tokens);
-/// assert_eq!(chain.keys().len(), 2); // the third block is not full
+/// assert_eq!(chain.block_keys().len(), 2); // the third block is not full
 /// assert_eq!(
-///     chain.keys()[1].to_string(),
+///     chain.block_keys()[1].to_string(),
 ///     "e3e37746803d08980a8d56ee1ad27f9086baafc8c5291a999ab3167ff7fd3f4e",
 /// );
 ///
 /// // Equal beginnings have equal keys.
 /// let mut other = KeyChain::new(KeyRoot::default().key()?, 16)?;
 /// other.extend(&tokens[..20]);
-/// assert_eq!(other.keys(), &chain.keys()[..1]);
+/// assert_eq!(other.block_keys(), &chain.block_keys()[..1]);
 /// # Ok::<(), kvspan::KvError>(())
 /// ```
 #[derive(Clone, PartialEq, Eq)]
@@ -262,7 +262,7 @@ impl KeyChain {
     /// dog.set_extra_keys(0, &[b"digest of a dog"])?;
     /// cat.extend(&[0; 16]);
     /// dog.extend(&[0; 16]);
-    /// assert_ne!(cat.keys(), dog.keys());
+    /// assert_ne!(cat.block_keys(), dog.block_keys());
     ///
     /// let late = cat.set_extra_keys(0, &[b"another"]);
     /// assert_eq!(late, Err(KvError::AlreadyKeyed { block_index: 0 }));
@@ -290,7 +290,7 @@ impl KeyChain {
     }
 
     /// Returns the keys of the full blocks.
-    pub fn keys(&self) -> &[BlockKey] {
+    pub fn block_keys(&self) -> &[BlockKey] {
         &self.keys
     }
 

@@ -148,9 +148,9 @@ fn keys_that_were_made_once_find_what_tokens_find() {
     let manager = manager(8);
     drop(committed(&manager, &[1; 9]));
     let salted = RequestOptions { cache_salt: Some(b"other"), ..Default::default() };
-    let chain = Arc::new(manager.keys(&[1; 9], &RequestOptions::default()).unwrap());
+    let chain = Arc::new(manager.block_keys(&[1; 9], &RequestOptions::default()).unwrap());
     assert_eq!(manager.probe_keyed(&chain), Ok(8));
-    assert_eq!(manager.probe_keyed(&manager.keys(&[1; 9], &salted).unwrap()), Ok(0));
+    assert_eq!(manager.probe_keyed(&manager.block_keys(&[1; 9], &salted).unwrap()), Ok(0));
 
     let request = KeyedRequest {
         request_id: Some("a"),
@@ -182,7 +182,7 @@ fn keys_of_blocks_of_another_size_are_refused() {
     );
     assert_eq!(manager.probe_keyed(&chain), Err(error.clone()));
     assert_eq!(manager.allocate_keyed(KeyedRequest::new(Arc::clone(&chain))).unwrap_err(), error);
-    let right = Arc::new(manager.keys(&[1], &RequestOptions::default()).unwrap());
+    let right = Arc::new(manager.block_keys(&[1], &RequestOptions::default()).unwrap());
     let many = vec![KeyedRequest::new(right), KeyedRequest::new(chain)];
     assert_eq!(manager.allocate_many_keyed(many).unwrap_err(), entry(1, error));
     assert_eq!(manager.stats().num_in_use, 0);
@@ -192,7 +192,7 @@ fn keys_of_blocks_of_another_size_are_refused() {
 fn a_manager_that_shares_nothing_takes_keys_and_finds_nothing() {
     let config = KvCacheManagerConfig { prefix_caching: false, ..config(8) };
     let manager = KvCacheManager::new(config).unwrap();
-    let chain = manager.keys(&[1; 9], &RequestOptions::default()).unwrap();
+    let chain = manager.block_keys(&[1; 9], &RequestOptions::default()).unwrap();
     let mut handle = manager.allocate_keyed(KeyedRequest::new(chain.clone())).unwrap();
     manager.commit(&mut handle, &[1; 9]).unwrap();
     assert_eq!(handle.tokens(), [1; 9]);

@@ -293,7 +293,7 @@ fn of_two_equal_blocks_the_other_is_found_when_one_is_reused() {
     a.append(&mut cache, &[2]).unwrap();
     b.append(&mut cache, &[2]).unwrap();
     a.free(&mut cache).unwrap();
-    let keys = b.chain.keys();
+    let keys = b.chain.block_keys();
     assert_eq!(cache.key(id(1)), cache.key(id(2)));
 
     let c = start(&mut cache, &[7, 8, 9]);
@@ -333,12 +333,12 @@ fn a_prefix_ends_where_a_block_is_missing() {
     let mut cache = PrefixCache::new(8, Duplicates::Merge).unwrap();
     let a = start(&mut cache, &[1, 2, 3, 4, 5, 6]);
     cache.forget(id(2)).unwrap();
-    let found = cache.match_prefix(a.chain.keys()).collect::<Vec<_>>();
+    let found = cache.match_prefix(a.chain.block_keys()).collect::<Vec<_>>();
     assert_eq!(found, [id(1)]);
     assert_eq!((cache.num_committed(), cache.key(id(2))), (2, Ok(None)));
     // It is not a reason to give the block another key, for it can be committed again.
-    assert_eq!(cache.commit(id(2), &a.chain.keys()[1]), Ok(id(2)));
-    assert_eq!(cache.match_prefix(a.chain.keys()).count(), 3);
+    assert_eq!(cache.commit(id(2), &a.chain.block_keys()[1]), Ok(id(2)));
+    assert_eq!(cache.match_prefix(a.chain.block_keys()).count(), 3);
 }
 
 #[test]
@@ -361,7 +361,7 @@ fn a_block_that_is_forgotten_waits_behind_no_cached_one() {
 fn a_block_has_one_key() {
     let mut cache = PrefixCache::new(8, Duplicates::Merge).unwrap();
     let a = start(&mut cache, &[1, 2, 3, 4]);
-    let keys = a.chain.keys();
+    let keys = a.chain.block_keys();
     assert_eq!(cache.commit(id(1), &keys[0]), Ok(id(1)));
     let (state, wanted) = ("committed under another key", "uncommitted");
     let refused = cache.commit(id(1), &keys[1]);
@@ -380,7 +380,7 @@ fn a_reset_forgets_everything_but_not_while_blocks_are_in_use() {
     a.free(&mut cache).unwrap();
     cache.reset().unwrap();
     assert_eq!((cache.num_committed(), cache.pool().num_free()), (0, 8));
-    assert_eq!(cache.match_prefix(a.chain.keys()).count(), 0);
+    assert_eq!(cache.match_prefix(a.chain.block_keys()).count(), 0);
     assert_eq!(queue(cache.pool()), [1, 2, 3, 4, 5, 6, 7, 8]);
 }
 

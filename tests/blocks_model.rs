@@ -59,7 +59,7 @@ fn keys(tokens: &[u32]) -> Vec<BlockKey> {
     let mut chain =
         root.and_then(|root| KeyChain::new(root, BLOCK_SIZE)).expect("2 is a block size");
     chain.extend(tokens);
-    chain.keys().to_vec()
+    chain.block_keys().to_vec()
 }
 
 #[derive(Debug)]

@@ -391,7 +391,7 @@ fn nothing_older_than_the_epoch_is_found_and_all_that_live_go_on() {
     let manager = KvCacheManager::new(KvCacheManagerConfig { epoch: 7, ..config(12) }).unwrap();
     let tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9];
     drop(start(&manager, &tokens[..5]));
-    let old_keys = manager.keys(&tokens, &PLAIN).unwrap();
+    let old_keys = manager.block_keys(&tokens, &PLAIN).unwrap();
     let mut old = manager.allocate(&tokens, &PLAIN).unwrap();
     assert_eq!((old.num_cached_tokens(), manager.epoch()), (4, 7));
 
@@ -411,9 +411,9 @@ fn nothing_older_than_the_epoch_is_found_and_all_that_live_go_on() {
     assert_eq!(new.num_cached_tokens(), 0);
     assert!(blocks(&new).iter().all(|block| !blocks(&old).contains(block)));
     assert_eq!(manager.probe(&tokens, &PLAIN), Ok(8));
-    let new_keys = manager.keys(&tokens, &PLAIN).unwrap();
+    let new_keys = manager.block_keys(&tokens, &PLAIN).unwrap();
     assert_eq!(manager.probe_keyed(&new_keys), Ok(8));
-    assert_ne!(new_keys.keys(), old_keys.keys());
+    assert_ne!(new_keys.block_keys(), old_keys.block_keys());
     manager.check_integrity().unwrap();
 }
 

@@ -54,7 +54,7 @@ fn keys_of_blocks_of_16_tokens_are_the_golden_ones() {
     let mut chain = chain(NONE, 16).unwrap();
     chain.extend(&(0..33).collect::<Vec<_>>());
     assert_eq!(
-        hex(chain.keys()),
+        hex(chain.block_keys()),
         [
             "90455353fdce42d1dd74202b4328958c0d008f6ab1a1b820149409179f3fc503",
             "e3e37746803d08980a8d56ee1ad27f9086baafc8c5291a999ab3167ff7fd3f4e",
@@ -68,7 +68,7 @@ fn keys_of_a_block_with_extra_keys_and_of_those_around_it_are_the_golden_ones() 
     chain.set_extra_keys(1, &[&b"image:1"[..], b""]).unwrap();
     chain.extend(&[0, 1, u32::MAX, 7, 5, 6, 7, 8, 9, 10, 11, 12]);
     assert_eq!(
-        hex(chain.keys()),
+        hex(chain.block_keys()),
         [
             "93768021ec758cf6c4271820fed6ef49c438f33afd07ca593e18f0aad110e499",
             "3453ddcef186f4f3bc30f7c23297232e9de145260c8f2a256e4b90f05dd6d61b",
@@ -90,7 +90,7 @@ fn keys_of_blocks_of_any_size_are_the_golden_ones() {
     ] {
         let mut chain = chain(NONE, block_size).unwrap();
         chain.extend(&(0..512).collect::<Vec<_>>()[..block_size]);
-        assert_eq!(hex(chain.keys()), [golden], "of {block_size} tokens");
+        assert_eq!(hex(chain.block_keys()), [golden], "of {block_size} tokens");
     }
 }
 
@@ -150,10 +150,10 @@ fn extra_keys_go_with_the_last_token_of_their_block() {
 
     chain.set_extra_keys(0, &["cat"]).unwrap();
     chain.extend(&[1, 2]);
-    let keys = chain.keys().to_vec();
+    let keys = chain.block_keys().to_vec();
     chain.truncate(1).unwrap();
     chain.extend(&[2]);
-    assert_eq!(chain.keys(), keys);
+    assert_eq!(chain.block_keys(), keys);
 
     // Those of a block that has no token yet stay.
     chain.set_extra_keys(2, &["dog"]).unwrap();

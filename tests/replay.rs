@@ -80,10 +80,10 @@ fn read_conversation() -> Option<Vec<Request>> {
             let ids = (first..first + count).map(|id| u32::try_from(id).expect("a small number"));
             chain.extend(&ids.collect::<Vec<_>>());
         }
-        assert_eq!(chain.keys().len(), num_tokens.div_ceil(BLOCK_SIZE));
+        assert_eq!(chain.block_keys().len(), num_tokens.div_ceil(BLOCK_SIZE));
         private.extend(&[0]);
-        let private_key = *private.keys().last().expect("one a request");
-        Request { num_tokens, keys: chain.keys().to_vec(), private_key }
+        let private_key = *private.block_keys().last().expect("one a request");
+        Request { num_tokens, keys: chain.block_keys().to_vec(), private_key }
     };
     Some(trace.lines().map(request).collect())
 }

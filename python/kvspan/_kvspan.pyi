@@ -458,7 +458,7 @@ class KvCacheManager:
         """Copies tokens to the start of two arrays."""
     def commit(self, handle: PagedKvCacheHandle, tokens: _Ids) -> None:
         """Says which tokens were written."""
-    def keys(
+    def block_keys(
         self,
         tokens: _Ids,
         *,
@@ -528,7 +528,7 @@ class KeyChain:
     def tokens(self) -> npt.NDArray[np.uint32]:
         """The tokens."""
     @property
-    def keys(self) -> list[bytes]:
+    def block_keys(self) -> list[bytes]:
         """The keys of the full blocks."""
     @property
     def block_size(self) -> int:

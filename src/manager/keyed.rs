@@ -8,7 +8,7 @@ use crate::error::{KvError, Result};
 use crate::handle::{Known, NewSequence, PagedKvCacheHandle};
 use crate::hash::KeyChain;
 
-/// A sequence to start whose [keys](KvCacheManager::keys) are known.
+/// A sequence to start whose [keys](KvCacheManager::block_keys) are known.
 #[derive(Clone, Debug)]
 pub struct KeyedRequest<'a> {
     /// Its tokens and their keys. They say all that a salt, an adapter or extra keys would say.
@@ -53,7 +53,7 @@ impl<T: Element> KvCacheManager<T> {
     /// use kvspan::{KeyedRequest, KvCacheManager, KvCacheManagerConfig, RequestOptions};
     ///
     /// let manager = KvCacheManager::new(KvCacheManagerConfig::default())?;
-    /// let chain = manager.keys(&[7; 100], &RequestOptions::default())?;
+    /// let chain = manager.block_keys(&[7; 100], &RequestOptions::default())?;
     /// if manager.probe_keyed(&chain)? == 0 {
     ///     // Worth to wait for another sequence that computes the same?
     /// }
@@ -61,7 +61,7 @@ impl<T: Element> KvCacheManager<T> {
     /// assert_eq!(handle.tokens(), [7; 100]);
     /// # Ok::<(), kvspan::KvError>(())
     /// ```
-    pub fn keys(&self, tokens: &[u32], options: &RequestOptions<'_>) -> Result<KeyChain> {
+    pub fn block_keys(&self, tokens: &[u32], options: &RequestOptions<'_>) -> Result<KeyChain> {
         self.chain(tokens.to_vec(), options)
     }
 

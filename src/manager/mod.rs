@@ -285,7 +285,7 @@ impl<T: Element> KvCacheManager<T> {
         if !self.config.prefix_caching {
             return Ok(0);
         }
-        self.probe_keyed(&self.keys(tokens, options)?)
+        self.probe_keyed(&self.block_keys(tokens, options)?)
     }
 
     /// Makes room for `additional` tokens at the end, which are zero.

@@ -45,7 +45,7 @@ use index::KeyIndex;
 /// // The first sequence computes everything, and commits the blocks that are full.
 /// let mut first = Vec::new();
 /// assert_eq!(cache.acquire(chain.reusable_keys(), 3, &mut first)?, 0);
-/// for (block, key) in first.iter_mut().zip(chain.keys()) {
+/// for (block, key) in first.iter_mut().zip(chain.block_keys()) {
 ///     *block = cache.commit(*block, key)?;
 /// }
 ///
@@ -57,7 +57,7 @@ use index::KeyIndex;
 ///
 /// cache.give_back(&first)?;
 /// cache.give_back(&second)?;
-/// assert_eq!(cache.match_prefix(chain.keys()).count(), 2);
+/// assert_eq!(cache.match_prefix(chain.block_keys()).count(), 2);
 /// # Ok::<(), kvspan::KvError>(())
 /// ```
 #[derive(Clone)]

@@ -46,14 +46,14 @@ impl Sequence {
         cache.acquire(&[], needed.saturating_sub(table.num_blocks()), &mut blocks)?;
         table.add_blocks(&blocks)?;
         table.extend_sequence(tokens.len())?;
-        let keyed = chain.keys().len();
+        let keyed = chain.block_keys().len();
         chain.extend(tokens);
         self.commit(cache, keyed)?;
         Ok(blocks)
     }
 
     fn commit(&mut self, cache: &mut PrefixCache, from: usize) -> Result<()> {
-        let keys = if self.caching { self.chain.keys() } else { &[] };
+        let keys = if self.caching { self.chain.block_keys() } else { &[] };
         for (index, key) in keys.iter().enumerate().skip(from) {
             let block = cache.commit(self.table.physical_blocks[index], key)?;
             self.table.replace_block(index, block)?;

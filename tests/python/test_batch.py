@@ -111,7 +111,7 @@ def test_tokens_come_in_all_the_ways_that_one_sequence_takes(manager):
         np.array(PROMPT, np.int64),
         array.array("i", PROMPT),
         range(11, 21),
-        manager.keys(PROMPT),
+        manager.block_keys(PROMPT),
     ]
     handles = new_manager(64).allocate_many(iter(ways))
     for handle in handles:
@@ -181,8 +181,8 @@ def test_an_error_says_which_entry_it_is_about(manager):
 
 
 def test_keys_are_made_once_and_stand_for_their_tokens(manager):
-    chain = manager.keys(PROMPT, cache_salt="salt", extra_keys={1: ["image"]})
-    assert (len(chain), chain.block_size, len(chain.keys)) == (2, BLOCK_SIZE, 2)
+    chain = manager.block_keys(PROMPT, cache_salt="salt", extra_keys={1: ["image"]})
+    assert (len(chain), chain.block_size, len(chain.block_keys)) == (2, BLOCK_SIZE, 2)
     assert_array_equal(chain.tokens, np.array(PROMPT, np.uint32), strict=True)
     assert manager.probe(chain) == 0
     handle = manager.allocate(chain, "a", lookahead=8)
@@ -190,23 +190,33 @@ def test_keys_are_made_once_and_stand_for_their_tokens(manager):
     compute(manager, handle, PROMPT, 0)
     assert manager.probe(chain) == 8
     assert manager.probe(PROMPT, cache_salt="salt", extra_keys={1: ["image"]}) == 8
-    assert [picture.key for picture in manager.inspect().blocks[:2]] == chain.keys
+    assert [picture.key for picture in manager.inspect().blocks[:2]] == chain.block_keys
     manager.extend(handle)
     manager.commit(handle, [21])
     assert (handle.tokens[-1], len(chain.tokens)) == (21, 10)
 
 
 def test_a_chain_is_equal_to_what_has_equal_keys(manager):
-    chain = manager.keys(PROMPT)
-    assert chain == manager.keys(np.array(PROMPT)) == manager.keys(PROMPT[:3]).extended(PROMPT[3:])
-    assert chain != manager.keys(PROMPT[:9]) and chain != manager.keys(PROMPT, cache_salt="salt")
+    chain = manager.block_keys(PROMPT)
+    assert (
+        chain
+        == manager.block_keys(np.array(PROMPT))
+        == manager.block_keys(PROMPT[:3]).extended(PROMPT[3:])
+    )
+    assert chain != manager.block_keys(PROMPT[:9]) and chain != manager.block_keys(
+        PROMPT, cache_salt="salt"
+    )
     assert chain != PROMPT
     assert repr(chain) == "KeyChain(num_tokens=10, num_keys=2, block_size=4)"
-    assert chain.keys[:1] == chain.extended([]).keys[:1] == manager.keys(PROMPT[:4]).keys
+    assert (
+        chain.block_keys[:1]
+        == chain.extended([]).block_keys[:1]
+        == manager.block_keys(PROMPT[:4]).block_keys
+    )
 
 
 def test_what_belongs_into_keys_is_refused_beside_them(manager):
-    chain = manager.keys(PROMPT)
+    chain = manager.block_keys(PROMPT)
     for other in ({"cache_salt": "a"}, {"lora_id": "a"}, {"extra_keys": {0: ["a"]}}):
         for call in (manager.allocate, manager.probe):
             raised = refused(manager, InvalidInputError, call, chain, **other)
@@ -223,7 +233,7 @@ def test_what_belongs_into_keys_is_refused_beside_them(manager):
 
 def test_without_prefix_caching_keys_find_nothing():
     manager = new_manager(16, prefix_caching=False)
-    chain = manager.keys(PROMPT)
+    chain = manager.block_keys(PROMPT)
     compute(manager, manager.allocate(chain), PROMPT, 0)
     assert manager.probe(chain) == 0
     assert manager.allocate_many([chain, PROMPT])[0].num_cached_tokens == 0

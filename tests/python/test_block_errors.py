@@ -257,7 +257,7 @@ def test_salts_that_are_not_text_are_refused(manager):
 
 
 def test_the_number_of_an_adapter_is_to_be_made_text(manager):
-    for call in [manager.allocate, manager.probe, manager.keys]:
+    for call in [manager.allocate, manager.probe, manager.block_keys]:
         error = refused(manager, TypeError, call, PROMPT, lora_id=3)
         assert str(error) == "a str is wanted, not int: pass str(id)"
         error = refused(manager, TypeError, call, PROMPT, cache_salt=3)

@@ -238,7 +238,7 @@ MANAGER_USES = {
     "read_range": lambda manager, handle: manager.read_range(handle, 0),
     "read_range_into": lambda manager, handle: manager.read_range_into(handle, 0, 0, 1, ROOM, ROOM),
     "commit": lambda manager, handle: manager.commit(handle, []),
-    "keys": lambda manager, handle: manager.keys(PROMPT),
+    "block_keys": lambda manager, handle: manager.block_keys(PROMPT),
     "allocate_many": lambda manager, handle: manager.allocate_many([PROMPT]),
     "extend_many": lambda manager, handle: manager.extend_many([handle]),
     "commit_many": lambda manager, handle: manager.commit_many([handle], [[]]),

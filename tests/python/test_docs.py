@@ -164,6 +164,7 @@ SIGNATURES = {
     "lora_id=None, extra_keys=None, lookahead=0)",
     "KvCacheManager.allocate_many": "(self, /, tokens, request_ids=None, *, cache_salts=None, "
     "lora_ids=None, lookahead=0)",
+    "KvCacheManager.block_keys": "(self, /, tokens, *, cache_salt=None, lora_id=None, extra_keys=None)",
     "KvCacheManager.block_tables": "(self, /, handles)",
     "KvCacheManager.check_integrity": "(self, /)",
     "KvCacheManager.commit": "(self, /, handle, tokens)",
@@ -175,7 +176,6 @@ SIGNATURES = {
     "KvCacheManager.free_many": "(self, /, handles)",
     "KvCacheManager.free_request": "(self, /, request_id)",
     "KvCacheManager.inspect": "(self, /)",
-    "KvCacheManager.keys": "(self, /, tokens, *, cache_salt=None, lora_id=None, extra_keys=None)",
     "KvCacheManager.leak_report": "(self, /)",
     "KvCacheManager.num_cached_tokens": "(self, /, handles)",
     "KvCacheManager.plot": "(self, /, ax=None)",

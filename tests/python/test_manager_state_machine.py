@@ -210,7 +210,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(given=tokens)
     def make_chain(self, given):
-        self.chains = [*self.chains[-3:], (self.manager.keys(given), given, self.model.epoch)]
+        self.chains = [*self.chains[-3:], (self.manager.block_keys(given), given, self.model.epoch)]
 
     @precondition(lambda self: self.chains)
     @rule(choice=choices, lookahead=st.sampled_from([0, 0, 5]))
@@ -310,7 +310,7 @@ class ManagerMachine(RuleBasedStateMachine):
         ]
         given, names, *secrets = zip(*requests) if requests else [()] * 4
         if as_chains:
-            given, secrets = [self.manager.keys(one) for one in given], [None, None]
+            given, secrets = [self.manager.block_keys(one) for one in given], [None, None]
         done = self.agree(
             lambda: self.model.allocate(new, lookahead),
             self.manager.allocate_many,

@@ -335,9 +335,9 @@ def replays() -> replay.Summary:
 
 
 def many(manager: KvCacheManager, ids: npt.NDArray[np.int64]) -> None:
-    chain = manager.keys(ids, cache_salt="tenant")
+    chain = manager.block_keys(ids, cache_salt="tenant")
     assert_type(chain, KeyChain)
-    assert_type(chain.keys, list[bytes])
+    assert_type(chain.block_keys, list[bytes])
     assert_type(chain.extended([1, 2]).tokens, npt.NDArray[np.uint32])
     assert_type(manager.probe(chain), int)
     handles = manager.allocate_many([chain, ids, [1, 2]], ["a", None, "c"], lookahead=4)

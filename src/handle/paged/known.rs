@@ -37,8 +37,8 @@ impl Known {
     pub(super) fn keys(&self) -> &[BlockKey] {
         match self {
             Self::Tokens(_) => &[],
-            Self::Chain(chain) => chain.keys(),
-            Self::Shared(chain) => chain.keys(),
+            Self::Chain(chain) => chain.block_keys(),
+            Self::Shared(chain) => chain.block_keys(),
         }
     }
 

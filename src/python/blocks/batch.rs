@@ -27,7 +27,7 @@ impl PyKvCacheManager {
     ///
     /// Raises InvalidInputError for what is no token.
     #[pyo3(signature = (tokens, *, cache_salt = None, lora_id = None, extra_keys = None))]
-    fn keys(
+    fn block_keys(
         &self,
         py: Python<'_>,
         tokens: TokenIds,
@@ -37,7 +37,7 @@ impl PyKvCacheManager {
     ) -> PyResult<PyKeyChain> {
         let options = Options { cache_salt, lora_id, extra_keys, ..Options::default() };
         let manager = self.core()?;
-        let chain = py.detach(|| options.with(|all| manager.keys(tokens.0, all)))?;
+        let chain = py.detach(|| options.with(|all| manager.block_keys(tokens.0, all)))?;
         Ok(PyKeyChain(Arc::new(chain)))
     }
 

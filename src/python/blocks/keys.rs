@@ -16,7 +16,7 @@ use crate::python::error::InvalidInputError;
 
 /// The tokens of a sequence and the keys of its full blocks.
 ///
-/// Made by ``KvCacheManager.keys``, for calls that would otherwise hash the tokens each time:
+/// Made by ``KvCacheManager.block_keys``, for calls that would otherwise hash the tokens each time:
 /// ``probe``, ``allocate`` and ``allocate_many`` take it in place of tokens. Equal beginnings have equal
 /// keys, if they have the same namespace, epoch, salt, adapter and extra keys. It never changes, and
 /// belongs to the epoch in which it was made.
@@ -25,10 +25,10 @@ use crate::python::error::InvalidInputError;
 /// --------
 /// >>> import kvspan
 /// >>> manager = kvspan.KvCacheManager(8, block_size=4)
-/// >>> chain = manager.keys([1, 2, 3, 4, 5, 6], cache_salt="tenant-7")
+/// >>> chain = manager.block_keys([1, 2, 3, 4, 5, 6], cache_salt="tenant-7")
 /// >>> chain
 /// KeyChain(num_tokens=6, num_keys=1, block_size=4)
-/// >>> chain.extended([7, 8]).keys[0] == chain.keys[0]
+/// >>> chain.extended([7, 8]).block_keys[0] == chain.block_keys[0]
 /// True
 /// >>> if manager.probe(chain) < 4:
 /// ...     handle = manager.allocate(chain)
@@ -48,8 +48,8 @@ impl PyKeyChain {
 
     /// The keys of the full blocks, of 32 bytes each: a new list.
     #[getter]
-    fn keys<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        PyList::new(py, self.0.keys().iter().map(|key| PyBytes::new(py, key.as_bytes())))
+    fn block_keys<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        PyList::new(py, self.0.block_keys().iter().map(|key| PyBytes::new(py, key.as_bytes())))
     }
 
     /// Tokens of a block.
@@ -71,11 +71,11 @@ impl PyKeyChain {
 
     /// The number of keys, which is that of the full blocks.
     fn __len__(&self) -> usize {
-        self.0.keys().len()
+        self.0.block_keys().len()
     }
 
     fn __repr__(&self) -> String {
-        let (num_tokens, num_keys) = (self.0.tokens().len(), self.0.keys().len());
+        let (num_tokens, num_keys) = (self.0.tokens().len(), self.0.block_keys().len());
         let block_size = self.0.block_size();
         format!("KeyChain(num_tokens={num_tokens}, num_keys={num_keys}, block_size={block_size})")
     }
@@ -112,7 +112,7 @@ impl GivenPrompt {
         let other = others.into_iter().find(|(_, is_given)| *is_given);
         if let (Prompt::Keyed(_), Some((name, _))) = (&self.0, other) {
             return Err(InvalidInputError::new_err((format!(
-                "{name} is given beside a KeyChain, whose keys are made already: pass it to keys()"
+                "{name} is given beside a KeyChain, whose keys are made already: pass it to block_keys()"
             ),)));
         }
         Ok(self.0)

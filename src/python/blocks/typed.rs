@@ -123,7 +123,11 @@ impl AnyKvCacheManager {
         each!(self, manager => manager.nbytes())
     }
 
-    pub(super) fn keys(&self, tokens: Vec<u32>, options: &RequestOptions<'_>) -> Result<KeyChain> {
+    pub(super) fn block_keys(
+        &self,
+        tokens: Vec<u32>,
+        options: &RequestOptions<'_>,
+    ) -> Result<KeyChain> {
         each!(self, manager => manager.chain(tokens, options))
     }
 
