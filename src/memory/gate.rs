@@ -57,7 +57,7 @@ impl Gate {
     /// Waits, if at all, for a change that is being made; `None` if it is not over at `deadline`.
     #[inline]
     pub(super) fn shared(&self, deadline: Deadline) -> Option<Shared<'_>> {
-        if self.turn.is_locked() && !self.is_visited() {
+        if self.turn.is_locked() {
             self.let_overwriter_go_first(deadline)?;
         }
         match deadline {
@@ -67,8 +67,12 @@ impl Gate {
         }
     }
 
+    /// Waits for it a little, unless it waits for a closure on this thread.
     #[cold]
     fn let_overwriter_go_first(&self, deadline: Deadline) -> Option<()> {
+        if self.is_visited() {
+            return Some(());
+        }
         let courtesy = Instant::now() + COURTESY;
         let until = match deadline {
             Deadline::Now => return None,
@@ -85,8 +89,7 @@ impl Gate {
         let shared = self.shared(Deadline::Never).expect("a wait without a deadline ends well");
         let outer = INNERMOST.replace(self.address());
         if outer != 0 {
-            // A thread so far in its exit that its locals are gone forgets this one.
-            let _ = OUTER.try_with(|gates| gates.borrow_mut().push(outer));
+            remember(outer);
         }
         Visit { outer, _shared: shared }
     }
@@ -126,8 +129,20 @@ impl Drop for Visit<'_> {
     #[inline]
     fn drop(&mut self) {
         if self.outer != 0 {
-            let _ = OUTER.try_with(|gates| gates.borrow_mut().pop());
+            forget();
         }
         INNERMOST.set(self.outer);
     }
+}
+
+// Out of the way of the closures that are in no other, which are nearly all.
+#[cold]
+fn remember(outer: usize) {
+    // A thread so far in its exit that its locals are gone forgets this one.
+    let _ = OUTER.try_with(|gates| gates.borrow_mut().push(outer));
+}
+
+#[cold]
+fn forget() {
+    let _ = OUTER.try_with(|gates| gates.borrow_mut().pop());
 }

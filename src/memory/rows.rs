@@ -367,12 +367,15 @@ impl<T: Element> Rows<T> {
     /// # Safety
     ///
     /// Nobody writes to the rows while the borrows live.
+    #[inline]
     unsafe fn stored(&self, range: &Range<usize>) -> [Stored<'_, T>; 2] {
         let Some(buffer) = self.buffer.get() else { return [Stored::EMPTY; 2] };
-        self.geometry.places(range).map(|place| {
-            // SAFETY: the caller's promise.
-            unsafe { buffer.rows(&place) }
-        })
+        let [keys_at, values_at] = self.geometry.places(range);
+        // SAFETY: the caller's promise.
+        let keys = unsafe { buffer.rows(&keys_at) };
+        // SAFETY: likewise.
+        let values = unsafe { buffer.rows(&values_at) };
+        [keys, values]
     }
 
     fn check_width(&self, write: &RowWrite<'_, T>) -> Result<()> {
