@@ -1,5 +1,10 @@
 //! Element types a cache can hold, and how numbers get into them and out again.
 
+#![expect(
+    clippy::inline_always,
+    reason = "where it is inlined says for which vectors it is compiled"
+)]
+
 use std::fmt::Debug;
 
 use half::slice::HalfFloatSliceExt;
@@ -123,11 +128,13 @@ impl Element for f32 {
 
     fn scale(_largest: f32) {}
 
+    #[inline(always)]
     fn narrow(numbers: &[f32], (): (), elements: &mut [Self]) {
         let len = numbers.len().min(elements.len());
         elements[..len].copy_from_slice(&numbers[..len]);
     }
 
+    #[inline(always)]
     fn widen(elements: &[Self], (): (), numbers: &mut [f32]) {
         Self::narrow(elements, (), numbers);
     }
@@ -140,11 +147,13 @@ impl Element for f16 {
 
     fn scale(_largest: f32) {}
 
+    #[inline(always)]
     fn narrow(numbers: &[f32], (): (), elements: &mut [Self]) {
         let len = numbers.len().min(elements.len());
         elements[..len].convert_from_f32_slice(&numbers[..len]);
     }
 
+    #[inline(always)]
     fn widen(elements: &[Self], (): (), numbers: &mut [f32]) {
         let len = numbers.len().min(elements.len());
         elements[..len].convert_to_f32_slice(&mut numbers[..len]);
@@ -158,6 +167,7 @@ impl Element for bf16 {
 
     fn scale(_largest: f32) {}
 
+    #[inline(always)]
     fn narrow(numbers: &[f32], (): (), elements: &mut [Self]) {
         for (element, number) in elements.iter_mut().zip(numbers) {
             let bits = number.to_bits();
@@ -169,6 +179,7 @@ impl Element for bf16 {
         }
     }
 
+    #[inline(always)]
     fn widen(elements: &[Self], (): (), numbers: &mut [f32]) {
         for (number, element) in numbers.iter_mut().zip(elements) {
             *number = f32::from_bits(u32::from(element.to_bits()) << 16);
@@ -191,6 +202,7 @@ impl Element for i8 {
         (largest / 127.0).min(LARGEST_SCALE)
     }
 
+    #[inline(always)]
     fn narrow(numbers: &[f32], scale: f32, elements: &mut [Self]) {
         if scale == 0.0 {
             elements.iter_mut().zip(numbers).for_each(|(element, _)| *element = 0);
@@ -205,6 +217,7 @@ impl Element for i8 {
         }
     }
 
+    #[inline(always)]
     fn widen(elements: &[Self], scale: f32, numbers: &mut [f32]) {
         for (number, &element) in numbers.iter_mut().zip(elements) {
             *number = f32::from(element) * scale;
@@ -213,6 +226,7 @@ impl Element for i8 {
 }
 
 /// The largest magnitude of these numbers and of those before; infinite or NaN if any is.
+#[inline(always)]
 pub(crate) fn largest(so_far: f32, numbers: &[f32]) -> f32 {
     // Without its sign, a float that is larger has larger bits, and NaN the largest. Signed, because
     // that is what vectors compare.

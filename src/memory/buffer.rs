@@ -1,6 +1,10 @@
 //! One allocation, and the few things that are done to it through raw pointers.
 
 #![expect(unsafe_code, reason = "the cache's bytes are shared between threads row by row")]
+#![expect(
+    clippy::inline_always,
+    reason = "where it is inlined says for which vectors it is compiled"
+)]
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -8,6 +12,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 
 use bytemuck::Pod;
+use fearless_simd::{Level, dispatch};
 use memmap2::{MmapMut, MmapRaw};
 
 use crate::config::Place;
@@ -55,17 +60,26 @@ impl<T: Element> Stored<'_, T> {
     pub(crate) fn copy_to(&self, target: &mut Target<'_, T>) {
         match target {
             Target::Elements(space) => space.fill(0, self.data),
-            Target::Numbers(space) => {
-                let group = group::<T>(self.data.len(), self.scales.len());
-                let (mut done, mut scratch) = (0, [0.0; SCRATCH]);
-                for (elements, scale) in self.data.chunks(group).zip(self.scales) {
-                    for part in elements.chunks(SCRATCH) {
-                        let numbers = &mut scratch[..part.len()];
-                        T::widen(part, *scale, numbers);
-                        space.fill(done, numbers);
-                        done += part.len();
-                    }
-                }
+            Target::Numbers(space) => self.widen(space),
+        }
+    }
+
+    // Out of the way of those who copy.
+    #[inline(never)]
+    fn widen(&self, space: &mut Space<'_, f32>) {
+        dispatch!(Level::new(), _simd => self.widen_in_vectors(space));
+    }
+
+    #[inline(always)]
+    fn widen_in_vectors(&self, space: &mut Space<'_, f32>) {
+        let group = group::<T>(self.data.len(), self.scales.len());
+        let (mut done, mut scratch) = (0, [0.0; SCRATCH]);
+        for (elements, scale) in self.data.chunks(group).zip(self.scales) {
+            for part in elements.chunks(SCRATCH) {
+                let numbers = &mut scratch[..part.len()];
+                T::widen(part, *scale, numbers);
+                space.fill(done, numbers);
+                done += part.len();
             }
         }
     }
@@ -81,6 +95,11 @@ impl<T: Element> StoredMut<'_, T> {
     // Out of the way of those who copy.
     #[inline(never)]
     fn round(self, numbers: Run<'_, f32>) {
+        dispatch!(Level::new(), _simd => self.round_in_vectors(numbers));
+    }
+
+    #[inline(always)]
+    fn round_in_vectors(self, numbers: Run<'_, f32>) {
         let group = group::<T>(self.data.len(), self.scales.len());
         let mut scratch = [0.0; SCRATCH];
         let groups = self.data.chunks_mut(group).zip(self.scales);
@@ -334,7 +353,8 @@ impl fmt::Debug for Buffer {
     }
 }
 
-/// Numbers that are converted at a time. In between they are on the stack, since those of others
+/// Numbers that are converted at a time: by plain loops, which `dispatch` has compiled once for each kind
+/// of vectors that machines have, and chooses from. In between they are on the stack, since those of others
 /// may change, and elements are never read twice.
 const SCRATCH: usize = 256;
 
@@ -424,6 +444,7 @@ impl<U> Run<'_, U> {
 
 impl<U: Pod> Run<'_, U> {
     /// Copies all values to the start of `scratch`, which has room for them.
+    #[inline(always)]
     pub(crate) fn copy<'s>(&self, scratch: &'s mut [U]) -> &'s [U] {
         let copy = &mut scratch[..self.len];
         // SAFETY: the values are readable by the type's invariant, and the copy has as many.
@@ -433,7 +454,15 @@ impl<U: Pod> Run<'_, U> {
 }
 
 impl Run<'_, f32> {
+    /// Which head of so many elements is the first with infinity or NaN.
+    #[inline(always)]
+    fn first_not_finite(&self, dim: usize) -> Option<usize> {
+        let mut scratch = [0.0; SCRATCH];
+        self.chunks(dim).position(|head| !head.largest(&mut scratch).is_finite())
+    }
+
     /// The largest magnitude; infinite or NaN if any number is.
+    #[inline(always)]
     fn largest(&self, scratch: &mut [f32]) -> f32 {
         self.chunks(SCRATCH).fold(0.0, |so_far, part| largest(so_far, part.copy(scratch)))
     }
@@ -501,8 +530,7 @@ impl<T: Element> Source<'_, T> {
         if !T::DTYPE.has_scales() {
             return Ok(());
         }
-        let mut scratch = [0.0; SCRATCH];
-        let bad = numbers.chunks(dim).position(|head| !head.largest(&mut scratch).is_finite());
+        let bad = dispatch!(Level::new(), _simd => numbers.first_not_finite(dim));
         bad.map_or(Ok(()), |head| {
             Err(KvError::NotFinite { plane, token: head / num_heads, head: head % num_heads })
         })
