@@ -85,9 +85,12 @@ impl PyLayerKvCache {
         num_tokens.saturating_mul(2 * self.config.config.token_width() * itemsize)
     }
 
-    /// Bytes from the length to `end`, which a call may have to zero.
-    fn nbytes_up_to(&self, end: usize) -> PyResult<usize> {
-        Ok(self.nbytes_of(end.saturating_sub(self.len()?)))
+    /// Bytes from the length of the cache to `end`, which a call may have to zero.
+    #[inline]
+    fn nbytes_up_to(&self, cache: &AnyLayerKvCache, end: usize) -> usize {
+        let len = each!(cache, cache => cache.len());
+        // Most calls leave no gap.
+        if end <= len { 0 } else { self.nbytes_of(end - len) }
     }
 
     fn len(&self) -> PyResult<usize> {
@@ -232,7 +235,7 @@ impl PyLayerKvCache {
     ) -> PyResult<()> {
         let cache = self.cache.get()?;
         let end = writes.iter().map(|(at, ..)| at.saturating_add(1)).max().unwrap_or(0);
-        let nbytes = nbytes.max(self.nbytes_up_to(end)?);
+        let nbytes = nbytes.max(self.nbytes_up_to(cache, end));
         patience::run(
             py,
             nbytes,
@@ -264,7 +267,7 @@ impl PyLayerKvCache {
     /// length would move while a reservation is open.
     fn initialize(&self, py: Python<'_>, seq_len: NumTokens) -> PyResult<()> {
         let cache = self.cache.get()?;
-        let nbytes = self.nbytes_up_to(seq_len.0.min(self.capacity()))?;
+        let nbytes = self.nbytes_up_to(cache, seq_len.0.min(self.capacity()));
         patience::run(
             py,
             nbytes,
@@ -292,7 +295,7 @@ impl PyLayerKvCache {
     ) -> PyResult<()> {
         let (keys, values) = Foreign::pair([keys, values], self.wanted(Tokens::One))?;
         let cache = self.cache.get()?;
-        let gap = self.nbytes_up_to(token_idx.0)?;
+        let gap = self.nbytes_up_to(cache, token_idx.0);
         let (nbytes, timeout) = (gap.max(2 * keys.nbytes()), timeout.map(|timeout| timeout.0));
         let (keys, values) = (keys.values(), values.values());
         each!(cache, cache => patience::run(py, nbytes, timeout, |patience| {

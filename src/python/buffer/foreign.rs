@@ -1,6 +1,10 @@
 //! Memory that others own: arrays that keys and values come from, and arrays they go to.
 
 #![expect(unsafe_code, reason = "foreign memory is reached through raw pointers only")]
+#![expect(
+    clippy::inline_always,
+    reason = "where an array is comes in registers, not through memory"
+)]
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -228,7 +232,7 @@ impl<'py> Owner<'_, 'py> {
 
 impl<'a, 'py> Foreign<'a, 'py> {
     /// Takes two objects at once. Two arrays, the usual case, are looked at without further ado.
-    #[inline]
+    #[inline(always)]
     pub(in crate::python) fn pair(
         objects: [&'a Bound<'py, PyAny>; 2],
         wanted: [Wanted; 2],
@@ -240,7 +244,7 @@ impl<'a, 'py> Foreign<'a, 'py> {
         Self::other_pair(objects, wanted)
     }
 
-    #[inline]
+    #[inline(always)]
     fn of_array(array: &'a Bound<'py, PyUntypedArray>, wanted: &Wanted) -> PyResult<Self> {
         Ok(Self { memory: wanted.in_array(array)?, _owner: Owner::Caller(array) })
     }
@@ -330,17 +334,21 @@ impl Wanted {
     }
 
     /// Where the elements of an array are, and how many.
-    #[inline]
+    #[inline(always)]
     fn in_array(&self, array: &Bound<'_, PyUntypedArray>) -> PyResult<Memory> {
-        let descr = array.dtype();
+        // SAFETY: `array` is an array object, whose fields may be read while attached.
+        let fields = unsafe { &(*array.as_array_ptr()).fields };
+        // SAFETY: every array has a dtype object. Without a reference of its own, for with the stable
+        // ABI each is two calls.
+        let descr = unsafe { Borrowed::from_ptr(array.py(), fields.descr.cast()) };
+        // SAFETY: likewise.
+        let descr = unsafe { descr.cast_unchecked::<PyArrayDescr>() };
         let Some(dtype) = self.element_type(of_descr(&descr)) else {
-            return Err(self.wrong_dtype(&descr.to_string()));
+            return Err(self.wrong_dtype_object(&descr));
         };
         if !array.is_c_contiguous() {
             return Err(self.not_contiguous(array.strides()));
         }
-        // SAFETY: `array` is an array object, whose fields may be read while attached.
-        let fields = unsafe { &(*array.as_array_ptr()).fields };
         self.check(array.shape(), fields.flags & NPY_ARRAY_WRITEABLE != 0)?;
         self.place(fields.data.cast(), dtype, array.len())
     }
@@ -380,7 +388,7 @@ impl Wanted {
         self.place(data, dtype, len.ok_or_else(impossible)?)
     }
 
-    #[inline]
+    #[inline(always)]
     fn check(&self, shape: &[usize], writable: bool) -> PyResult<()> {
         let (heads, dim, width) = (self.heads, self.dim, self.width());
         let one = match *shape {
@@ -403,12 +411,12 @@ impl Wanted {
             return Err(self.wrong_shape(shape));
         }
         if self.tokens == Tokens::Room && !writable {
-            return Err(invalid(format!("{} are read-only, and can not be written to", self.name)));
+            return Err(self.readonly());
         }
         Ok(())
     }
 
-    #[inline]
+    #[inline(always)]
     fn place(&self, data: *mut u8, dtype: DType, len: usize) -> PyResult<Memory> {
         // No elements need no place.
         let nowhere = NonNull::<f32>::dangling().as_ptr().cast();
@@ -477,6 +485,16 @@ impl Wanted {
     }
 
     #[cold]
+    fn wrong_dtype_object(&self, given: &Bound<'_, PyArrayDescr>) -> PyErr {
+        self.wrong_dtype(&given.to_string())
+    }
+
+    #[cold]
+    fn readonly(&self) -> PyErr {
+        invalid(format!("{} are read-only, and can not be written to", self.name))
+    }
+
+    #[cold]
     fn not_contiguous(&self, strides: &[isize]) -> PyErr {
         invalid(format!(
             "{} are not C-contiguous (strides in bytes {strides:?}): pass np.ascontiguousarray of \
@@ -524,6 +542,7 @@ fn of_format(format: &str) -> Option<DType> {
     }
 }
 
+#[inline]
 fn aligned<T>(data: *mut u8) -> Option<NonNull<T>> {
     NonNull::new(data.cast::<T>()).filter(|data| data.is_aligned())
 }

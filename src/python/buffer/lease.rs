@@ -47,6 +47,7 @@ struct Place {
     data: [NonNull<u8>; 2],
     /// What they are multiplied by, if anything.
     scales: [NonNull<u8>; 2],
+    readonly: bool,
 }
 
 /// Keys or values.
@@ -240,7 +241,7 @@ impl Lease {
 
 impl SpanMemory {
     fn tensor(memory: Bound<'_, Self>, side: Side, part: Part) -> PyResult<Tensor<'_>> {
-        let Place { mut dtype, shape, data, scales } = memory.get().place()?;
+        let Place { mut dtype, shape, data, scales, readonly } = memory.get().place()?;
         let [keys, values] = match part {
             Part::Data => data,
             Part::Scales => scales,
@@ -255,7 +256,6 @@ impl SpanMemory {
         if part == Part::Scales {
             (dtype, num_axes, axes[2]) = (DType::F32, 2, 1);
         }
-        let readonly = !matches!(memory.get().0.get()?, Owner::Reserved(_));
         Ok(Tensor { memory, data, layout: Layout { side, part, dtype, readonly, axes, num_axes } })
     }
 
@@ -322,6 +322,7 @@ impl Place {
             shape: [span.len(), span.num_heads(), span.head_dim()],
             data: [span.keys, span.values].map(|part| NonNull::from(part).cast()),
             scales: [span.key_scales, span.value_scales].map(|part| NonNull::from(part).cast()),
+            readonly: true,
         }
     }
 
@@ -333,6 +334,7 @@ impl Place {
             shape: [reserved.len(), reserved.num_heads(), reserved.head_dim()],
             data: [keys.0, values.0].map(NonNull::cast),
             scales: [keys.1, values.1].map(NonNull::cast),
+            readonly: false,
         }
     }
 
@@ -351,6 +353,7 @@ impl Place {
             shape: [data.len() / (heads * dim * dtype.itemsize()), heads, dim],
             data: [NonNull::from(data).cast(); 2],
             scales: [NonNull::from(scales).cast(); 2],
+            readonly: true,
         }
     }
 
@@ -358,7 +361,7 @@ impl Place {
     fn nowhere(dtype: DType, [_, heads, dim]: [usize; 3]) -> Self {
         // Aligned for all element types, and for scales.
         let nothing = [NonNull::<f32>::dangling().cast(); 2];
-        Self { dtype, shape: [0, heads, dim], data: nothing, scales: nothing }
+        Self { dtype, shape: [0, heads, dim], data: nothing, scales: nothing, readonly: true }
     }
 }
 
