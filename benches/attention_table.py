@@ -8,7 +8,8 @@ are compared. Keys and values of 8,192 tokens and more are out of the cache. `re
 with the values (one BLAS `dot` a thread), which is bound by reading them; the share of its bandwidth is
 what each side reaches. Peers that are not installed (torch, vllm) are left out.
 
-Replaces what is between the marks in docs/attention.md, and writes the plot beside it (with matplotlib).
+Replaces what is between the first marks in docs/attention.md, and writes the plot beside it (with
+matplotlib).
 """
 
 import os
@@ -20,26 +21,27 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # has an effect only before NumPy is i
 import argparse
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 
 import kvspan
+from measure import ROOT, machine, table, verdict, versions, write_report
 
-REPORT = Path(__file__).resolve().parents[1] / "docs" / "attention.md"
+REPORT = ROOT / "docs" / "attention.md"
 PLOT = REPORT.with_suffix(".svg")
 
 Q_HEADS, HEADS, DIM = 32, 8, 128
 CONTEXTS = (1024, 8192, 32_768)
 THREADS = (1, 2)
 TYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-READ = "read"
+READ, CACHE = "read", "kvspan, layer cache"
+SDPA, MATMUL = "torch SDPA, `enable_gqa`", "torch matmul, softmax, matmul"
+VLLM = "vLLM, CPU paged attention, blocks of 128"
 
 
 @dataclass
@@ -90,7 +92,7 @@ def ours(query: np.ndarray, keys: np.ndarray, values: np.ndarray, threads: int) 
         )
         cache = kvspan.LayerKvCache(config)
         cache.append(keys, values)
-        yield "kvspan, layer cache", dtype, call(cache)
+        yield CACHE, dtype, call(cache)
     manager = kvspan.KvCacheManager(tokens // 16, num_kv_heads=HEADS, head_dim=DIM)
     handle = manager.allocate(np.arange(tokens, dtype=np.int32))
     manager.write(handle, 0, 0, keys, values)
@@ -116,20 +118,12 @@ def torch_sides(
 
     torch.set_num_threads(threads)
     q, k, v = (torch.from_numpy(array).transpose(0, 1)[None] for array in (query, keys, values))
-    yield (
-        "torch SDPA, `enable_gqa`",
-        "float32",
-        lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True),
-    )
+    yield SDPA, "float32", lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True)
     bq, bk, bv = (tensor.bfloat16() for tensor in (q, k, v))
-    yield (
-        "torch SDPA, `enable_gqa`",
-        "bfloat16",
-        lambda: scaled_dot_product_attention(bq, bk, bv, enable_gqa=True),
-    )
+    yield SDPA, "bfloat16", lambda: scaled_dot_product_attention(bq, bk, bv, enable_gqa=True)
     grouped = q[0].reshape(HEADS, Q_HEADS // HEADS, DIM) / DIM**0.5
     yield (
-        "torch matmul, softmax, matmul",
+        MATMUL,
         "float32",
         lambda: torch.softmax(grouped @ k[0].transpose(1, 2), -1) @ v[0],
     )
@@ -174,7 +168,7 @@ def vllm_sides(
             )
             return out
 
-        yield "vLLM, CPU paged attention, blocks of 128", name, attend
+        yield VLLM, name, attend
 
 
 def measure(tokens: int, threads: int, rounds: int) -> list[Measured]:
@@ -221,10 +215,37 @@ def rows(quick: bool) -> list[Measured]:
     return measured
 
 
-def table(measured: list[Measured]) -> str:
+def yardsticks(measured: list[Measured]) -> list[list[str]]:
+    """Ours beside each peer that is there, at 8,192 tokens."""
+    times = {(row.threads, row.side, row.dtype): row for row in measured if row.tokens == 8192}
+
+    def one(text: str, ours: tuple, theirs: tuple, at_most: float) -> Iterator[list[str]]:
+        if ours in times and theirs in times:
+            ratio = times[ours].ms / times[theirs].ms
+            yield [text, theirs[1], f"{ratio:.3f}", f"at most {at_most}", verdict(ratio <= at_most)]
+
+    f32, bf16 = (1, CACHE, "float32"), (1, CACHE, "bfloat16")
+    rows = [
+        *one("float32", f32, (1, SDPA, "float32"), 0.2),
+        *one("float32", f32, (1, MATMUL, "float32"), 0.5),
+        *one("float32", f32, (1, VLLM, "float32"), 0.7),
+        *one("bfloat16", bf16, (1, VLLM, "bfloat16"), 0.7),
+        *one("bfloat16", bf16, f32, 0.7),
+    ]
+    read, two = times.get((1, READ, "float32")), times.get((2, CACHE, "float32"))
+    if read and two:
+        share = read.ms / two.ms
+        text, wanted = "float32, bandwidth of two threads", "at least 0.85"
+        rows.append([text, "`read` on one thread", f"{share:.3f}", wanted, verdict(share >= 0.85)])
+    return rows
+
+
+def report(measured: list[Measured]) -> str:
     head = ["context", "threads", "what", "type", "ms", "GB/s", "share of `read`"]
-    lines = [head, ["---"] * len(head), *(row.cells() for row in measured)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    parts = [table(head, [row.cells() for row in measured])]
+    if targets := yardsticks(measured):
+        parts.insert(0, table(["at 8,192 tokens", "beside", "ratio", "target", "met"], targets))
+    return "\n\n".join(parts)
 
 
 def plot(measured: list[Measured]) -> None:
@@ -243,17 +264,6 @@ def plot(measured: list[Measured]) -> None:
     axes.figure.savefig(PLOT, metadata={"Date": None})
 
 
-def write(measured: list[Measured], preface: str) -> None:
-    begin, end = "<!-- measured -->", "<!-- /measured -->"
-    text = REPORT.read_text()
-    before, after = text.split(begin)[0], text.split(end)[1]
-    picture = ""
-    if find_spec("matplotlib"):
-        plot(measured)
-        picture = f"![Time of one query token by context]({PLOT.name})\n\n"
-    REPORT.write_text(f"{before}{begin}\n\n{preface}\n\n{table(measured)}\n\n{picture}{end}{after}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -261,13 +271,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds of the shortest context")
     parser.add_argument("--no-write", action="store_true", help="leave the report alone")
     args = parser.parse_args()
+    print(f"{machine()}\n{versions()}")
     measured = rows(args.quick)
-    print(table(measured))
+    text = report(measured)
+    print(text)
     if not (args.no_write or args.quick):
-        from table import machine, versions
-
-        write(measured, f"{machine()}.\n{versions()}.")
-        print(f"\nWritten to {REPORT}", file=sys.stderr)
+        if find_spec("matplotlib"):
+            plot(measured)
+            text += f"\n\n![Time of one query token by context]({PLOT.name})"
+        write_report(REPORT, "attention", text)
 
 
 if __name__ == "__main__":

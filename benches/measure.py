@@ -3,11 +3,14 @@
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
+import sys
 import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -125,6 +128,22 @@ def _rust_cells(row: dict) -> list[str]:
     met = ratio >= target if is_gain else ratio <= target
     bound = f"{'at least' if is_gain else 'at most'} {target}"
     return [name, *times, f"{ratio:.3f}", bound, "yes" if met else "**no**"]
+
+
+def write_report(report: Path, subject: str, measured: str) -> None:
+    """Replace the measured part of a subject, between its two marks; what people wrote stays."""
+    target = "bench-peers" if installed("torch") else "bench"
+    when = f"Measured on {date.today()} with `make {target}`: {machine()}.\n{versions()}."
+    begin, end = f"<!-- measured {subject} -->", f"<!-- /measured {subject} -->"
+    text, count = re.subn(
+        f"{begin}.*{end}",
+        lambda _: f"{begin}\n\n{when}\n\n{measured}\n\n{end}",
+        report.read_text(),
+        flags=re.DOTALL,
+    )
+    assert count == 1, f"{report} has no place for {subject}"
+    report.write_text(text)
+    print(f"\nWritten to {report.relative_to(ROOT)}: {subject}", file=sys.stderr)
 
 
 def installed(package: str) -> str | None:

@@ -18,14 +18,11 @@ os.environ["OPENBLAS_NUM_THREADS"] = (
 
 import argparse
 import gc
-import re
-import sys
 from collections.abc import Callable
-from datetime import date
 
 import blocks
 import layer
-from measure import FULL, QUICK, ROOT, Pace, installed, machine, versions
+from measure import FULL, QUICK, ROOT, Pace, machine, versions, write_report
 
 REPORT = ROOT / "docs" / "benchmarks.md"
 
@@ -53,23 +50,7 @@ def main() -> None:
         measured = SUBJECTS[subject](pace)
         print(f"\n## {subject}\n\n{measured}", flush=True)
         if not (args.no_write or args.quick):
-            write_report(subject, measured)
-
-
-def write_report(subject: str, measured: str) -> None:
-    """Replace the measured part of a subject, between its two marks; what people wrote stays."""
-    target = "bench-peers" if installed("torch") else "bench"
-    when = f"Measured on {date.today()} with `make {target}`: {machine()}.\n{versions()}."
-    begin, end = f"<!-- measured {subject} -->", f"<!-- /measured {subject} -->"
-    text, count = re.subn(
-        f"{begin}.*{end}",
-        lambda _: f"{begin}\n\n{when}\n\n{measured}\n\n{end}",
-        REPORT.read_text(),
-        flags=re.DOTALL,
-    )
-    assert count == 1, f"{REPORT} has no place for {subject}"
-    REPORT.write_text(text)
-    print(f"\nWritten to {REPORT.relative_to(ROOT)}: {subject}", file=sys.stderr)
+            write_report(REPORT, subject, measured)
 
 
 if __name__ == "__main__":
