@@ -1,10 +1,10 @@
 //! `KVCacheConfig`.
 
-use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyType};
 
-use super::convert::number;
+use super::convert::in_range;
 use super::error::InvalidConfigError;
 use crate::config::{
     DEFAULT_HIDDEN_DIM_PER_HEAD, DEFAULT_MAX_TOKENS_PER_SEQ, DEFAULT_NUM_HEADS, Geometry,
@@ -133,16 +133,12 @@ impl<'py> FromPyObject<'_, 'py> for Dimension {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        match object.extract::<usize>() {
-            Ok(number) => Ok(Self(number)),
-            Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
-                Err(InvalidConfigError::new_err((format!(
-                    "a dimension must be at least 1 and fit 64 bits, but it is {}",
-                    number(&object)
-                ),)))
-            }
-            Err(error) => Err(error),
-        }
+        let dimension = in_range(object, |given| {
+            InvalidConfigError::new_err((format!(
+                "a dimension must be at least 1 and fit 64 bits, but it is {given}"
+            ),))
+        });
+        dimension.map(Self)
     }
 }
 

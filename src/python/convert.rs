@@ -18,16 +18,12 @@ impl<'py> FromPyObject<'_, 'py> for NumTokens {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        match object.extract::<usize>() {
-            Ok(tokens) => Ok(Self(tokens)),
-            Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
-                Err(OutOfRangeError::new_err((format!(
-                    "{} is no position or number of tokens: it must be 0 or more, and fit 64 bits",
-                    number(&object)
-                ),)))
-            }
-            Err(error) => Err(error),
-        }
+        let tokens = in_range(object, |given| {
+            OutOfRangeError::new_err((format!(
+                "{given} is no position or number of tokens: it must be 0 or more, and fit 64 bits"
+            ),))
+        });
+        tokens.map(Self)
     }
 }
 
@@ -39,22 +35,29 @@ impl<'py> FromPyObject<'_, 'py> for Layer {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        match object.extract::<usize>() {
-            Ok(layer) => Ok(Self(layer)),
-            Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
-                Err(LayerOutOfRangeError::new_err((format!(
-                    "{} is no layer: the first is 0, and there are fewer than 2**64",
-                    number(&object)
-                ),)))
-            }
-            Err(error) => Err(error),
-        }
+        let layer = in_range(object, |given| {
+            LayerOutOfRangeError::new_err((format!(
+                "{given} is no layer: the first is 0, and there are fewer than 2**64"
+            ),))
+        });
+        layer.map(Self)
     }
 }
 
 /// How an error calls the type of an object.
 pub(super) fn type_name(object: &Bound<'_, PyAny>) -> String {
     object.get_type().name().map_or_else(|_| "another object".to_owned(), |name| name.to_string())
+}
+
+/// Any object with `__index__`, as a number; `error` is that of one that is negative or too large.
+pub(super) fn in_range<'a, 'py, N: FromPyObject<'a, 'py, Error = PyErr>>(
+    object: Borrowed<'a, 'py, PyAny>,
+    error: impl FnOnce(String) -> PyErr,
+) -> PyResult<N> {
+    object.extract::<N>().map_err(|cause| {
+        let is_outside = cause.is_instance_of::<PyOverflowError>(object.py());
+        if is_outside { error(number(&object)) } else { cause }
+    })
 }
 
 /// How an error writes a number of any size. (Python refuses to write a very long one.)

@@ -2,7 +2,6 @@
 
 #![expect(clippy::needless_pass_by_value, reason = "arguments from Python are extracted by value")]
 
-use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -17,7 +16,7 @@ use crate::manager::{KvCacheManagerConfig, Storage};
 use crate::prefix::Duplicates;
 use crate::python::buffer::{Foreign, Room, TokenIds, Tokens, Wanted, new_array};
 use crate::python::config::{Dimension, Dtype};
-use crate::python::convert::{Layer, NumTokens, number, positions_of};
+use crate::python::convert::{Layer, NumTokens, in_range, positions_of};
 use crate::python::error::InvalidInputError;
 use crate::python::fork::{self, ProcessLocal};
 use crate::python::patience::is_long_copy;
@@ -652,14 +651,11 @@ impl<'py> FromPyObject<'_, 'py> for Epoch {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        object.extract::<u64>().map(Self).map_err(|error| {
-            if !error.is_instance_of::<PyOverflowError>(object.py()) {
-                return error;
-            }
-            let given = number(&object);
+        let epoch = in_range(object, |given| {
             InvalidInputError::new_err((format!(
                 "the epoch must be 0 or more and fit 64 bits, but it is {given}"
             ),))
-        })
+        });
+        epoch.map(Self)
     }
 }

@@ -1,11 +1,11 @@
 //! What a sequence is besides its tokens.
 
-use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyInt, PyMapping, PySequence, PyString};
 
 use crate::manager::RequestOptions;
-use crate::python::convert::{number, push, type_name};
+use crate::python::convert::{in_range, push, type_name};
 use crate::python::error::InvalidInputError;
 
 /// Text or bytes, as bytes.
@@ -92,13 +92,9 @@ fn pair<'py>(entry: &Bound<'py, PyAny>) -> PyResult<(Bound<'py, PyAny>, Bound<'p
 }
 
 fn block_index(object: &Bound<'_, PyAny>) -> PyResult<usize> {
-    object.extract::<usize>().map_err(|error| {
-        if !error.is_instance_of::<PyOverflowError>(object.py()) {
-            return error;
-        }
+    in_range(object.as_borrowed(), |given| {
         InvalidInputError::new_err((format!(
-            "the block index of extra keys is {}, but it must be 0 or more, and fit 64 bits",
-            number(object)
+            "the block index of extra keys is {given}, but it must be 0 or more, and fit 64 bits"
         ),))
     })
 }
