@@ -14,10 +14,10 @@ use numpy::{PyArrayDescr, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMet
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyException, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::PyMemoryView;
 
 use super::array::bfloat16;
 use super::dlpack::{Found, Imported};
+use super::memoryview::{Shown, native};
 use crate::dtype::{DType, Element, bf16, f16};
 use crate::error::{KvError, Result};
 use crate::memory::{Run, Source, Target};
@@ -194,32 +194,24 @@ impl<'py> Owner<'_, 'py> {
     #[cold]
     fn of_other(object: &Bound<'py, PyAny>, wanted: &Wanted) -> PyResult<Self> {
         let py = object.py();
-        // A memoryview adds what some exporters leave out, such as the strides.
-        let view = PyMemoryView::from(object);
-        if let Ok(view) = &view
-            && view.getattr("ndim")?.extract::<usize>()? == 0
-        {
-            return Err(wanted.wrong_shape(&[]));
-        }
-        let no_buffer = view.as_ref().is_err_and(|error| error.is_instance_of::<PyTypeError>(py));
-        let buffer = view.and_then(|view| PyUntypedBuffer::get(&view));
-        let of_format = |buffer: &PyUntypedBuffer| of_format(&buffer.format().to_string_lossy());
-        if buffer.as_ref().is_ok_and(|buffer| wanted.element_type(of_format(buffer)).is_some()) {
-            return buffer.map(Self::Buffer);
-        }
-        let is_error = |error: &PyErr| error.is_instance_of::<PyException>(py);
-        if let Err(interrupt) = &buffer
-            && !is_error(interrupt)
-        {
-            return buffer.map(Self::Buffer);
-        }
+        let is_wanted = |buffer: &PyUntypedBuffer| {
+            wanted.element_type(of_format(&buffer.format().to_string_lossy())).is_some()
+        };
+        let shown = match Shown::by(object) {
+            Ok(Shown::Buffer(buffer)) if is_wanted(&buffer) => return Ok(Self::Buffer(buffer)),
+            Ok(Shown::Scalar) => return Err(wanted.wrong_shape(&[])),
+            Err(interrupt) if !interrupt.is_instance_of::<PyException>(py) => {
+                return Err(interrupt);
+            }
+            shown => shown,
+        };
         // Which has more element types.
         if object.hasattr("__dlpack__")? {
             let tensor = Imported::take(object).map(Self::Tensor);
             return tensor.map_err(|cause| wanted.unreadable(py, "DLPack", cause));
         }
-        if !no_buffer {
-            return buffer.map(Self::Buffer).map_err(|e| wanted.unreadable(py, "a buffer", e));
+        if let Shown::Buffer(buffer) = shown.map_err(|e| wanted.unreadable(py, "a buffer", e))? {
+            return Ok(Self::Buffer(buffer));
         }
         let (name, types) = (wanted.name, wanted.types());
         Err(PyTypeError::new_err(format!(
@@ -533,9 +525,7 @@ fn of_descr(descr: &Bound<'_, PyArrayDescr>) -> Option<DType> {
 
 /// The element type that a format of the buffer protocol is. There is none for bfloat16.
 fn of_format(format: &str) -> Option<DType> {
-    // 'f' is a native float, and '<f' is one as well where that is the native order.
-    let native = if cfg!(target_endian = "little") { '<' } else { '>' };
-    match format.strip_prefix(['@', '=', native]).unwrap_or(format) {
+    match native(format) {
         "f" => Some(DType::F32),
         "e" => Some(DType::F16),
         _ => None,

@@ -13,6 +13,7 @@ mod call;
 mod dlpack;
 mod foreign;
 mod lease;
+mod memoryview;
 mod token_ids;
 mod view;
 

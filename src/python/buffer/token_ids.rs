@@ -8,9 +8,10 @@ use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyException, PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyMemoryView, PySequence, PyString, PyTuple};
+use pyo3::types::{PyList, PySequence, PyString, PyTuple};
 
 use super::call::call;
+use super::memoryview::{Shown, native};
 use crate::ids::widen;
 use crate::memory::Run;
 use crate::python::convert::{number, push, type_name};
@@ -97,17 +98,10 @@ fn in_memory(
     if is_list(object) {
         return Ok(None);
     }
-    let view = PyMemoryView::from(object);
-    if !view.as_ref().is_err_and(|error| error.is_instance_of::<PyTypeError>(py)) {
-        if let Ok(view) = &view
-            && view.getattr("ndim")?.extract::<usize>()? == 0
-        {
-            // Of which there is no buffer with a shape.
-            check_shape(&[], true, noun, axes)?;
-        }
-        let buffer = view.and_then(|view| PyUntypedBuffer::get(&view));
-        let buffer = buffer.map_err(|error| unreadable(py, noun, error))?;
-        return in_buffer(&buffer, py, noun, axes).map(Some);
+    match Shown::by(object).map_err(|error| unreadable(py, noun, error))? {
+        Shown::Buffer(buffer) => return in_buffer(&buffer, py, noun, axes).map(Some),
+        Shown::Scalar => return Err(wrong_axes(&[], noun, axes)),
+        Shown::Nothing => {}
     }
     if object.hasattr("__dlpack__")? {
         let from_dlpack = py.import("numpy")?.getattr("from_dlpack")?;
@@ -138,8 +132,7 @@ fn in_buffer(
     axes: Axes,
 ) -> PyResult<IdRows> {
     let format = buffer.format().to_string_lossy();
-    let native = if cfg!(target_endian = "little") { '<' } else { '>' };
-    let kind = match format.trim_start_matches(['@', '=', native]) {
+    let kind = match native(&format) {
         "i" | "l" | "q" => Kind::of(b'i', buffer.item_size()),
         "I" | "L" => Kind::of(b'u', buffer.item_size()),
         _ => None,
@@ -272,14 +265,7 @@ fn check_shape(
     let rows = match *shape {
         [len] => [len, 1],
         [num_rows, width] if axes == Axes::OneOrTwo => [num_rows, width],
-        _ => {
-            let wanted = match axes {
-                Axes::One => "one is wanted: those of one sequence",
-                Axes::OneOrTwo => "[sequences] or [sequences, tokens] is wanted",
-            };
-            let axes = shape.len();
-            return Err(invalid(format!("{noun}s have {axes} axes ({shape:?}), but {wanted}")));
-        }
+        _ => return Err(wrong_axes(shape, noun, axes)),
     };
     if !is_contiguous {
         return Err(invalid(format!(
@@ -287,6 +273,15 @@ fn check_shape(
         )));
     }
     Ok(rows)
+}
+
+fn wrong_axes(shape: &[usize], noun: &'static str, axes: Axes) -> PyErr {
+    let wanted = match axes {
+        Axes::One => "one is wanted: those of one sequence",
+        Axes::OneOrTwo => "[sequences] or [sequences, tokens] is wanted",
+    };
+    let axes = shape.len();
+    invalid(format!("{noun}s have {axes} axes ({shape:?}), but {wanted}"))
 }
 
 fn out_of_range(noun: &'static str, position: usize, value: &str) -> PyErr {
