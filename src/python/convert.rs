@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyInt;
 
 use super::error::{InvalidInputError, LayerOutOfRangeError, OutOfRangeError};
-use crate::error::KvError;
+use crate::error::{KvError, Result};
 use crate::handle::check_count;
 
 /// A position or a number of tokens: any object with `__index__`, zero or more.
@@ -120,6 +120,13 @@ pub(super) fn push<T>(py: Python<'_>, items: &mut Vec<T>, item: T) -> PyResult<(
     }
     items.push(item);
     Ok(())
+}
+
+/// An empty list with room for so many items.
+pub(super) fn with_room<T>(len: usize) -> Result<Vec<T>> {
+    let (mut items, bytes) = (Vec::new(), len.saturating_mul(size_of::<T>()));
+    items.try_reserve_exact(len).map_err(|_| KvError::OutOfMemory { bytes })?;
+    Ok(items)
 }
 
 /// Says in `error` which entry of a batch it is about.

@@ -30,7 +30,7 @@ from kvspan.errors import (
     UnknownRequestError,
     WrongBlockStateError,
 )
-from support import said
+from support import run_python, said
 
 PROMPT = [11, 12, 13, 14, 15, 16]
 
@@ -219,6 +219,28 @@ class Exporter:
 
     def __dlpack_device__(self):
         return (2, 0)
+
+
+# There is memory for the tokens, of which the system gives no page before they are read, but not for a
+# copy.
+NO_MEMORY_FOR_TOKENS = """
+import resource, numpy as np, kvspan
+manager = kvspan.KvCacheManager(8, storage=False)
+given = [np.zeros(2**28, dtype) for dtype in (np.int32, np.uint32, np.int64)]
+with open("/proc/self/statm") as statm:
+    used = int(statm.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, resource.RLIM_INFINITY))
+for tokens in given:
+    try:
+        manager.probe(tokens)
+    except kvspan.errors.OutOfMemoryError as error:
+        print(error)
+"""
+
+
+def test_tokens_that_there_is_no_memory_for_are_refused():
+    pytest.importorskip("resource", reason="this system has no resource limits")
+    assert run_python(NO_MEMORY_FOR_TOKENS) == "cannot allocate 1073741824 bytes\n" * 3
 
 
 def test_what_an_object_raises_is_not_hidden(manager):

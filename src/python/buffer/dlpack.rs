@@ -17,8 +17,8 @@ use pyo3::types::{PyCapsule, PyDict, PyTuple};
 use super::call::call;
 use super::lease::{Layout, SpanMemory, Tensor};
 use crate::dtype::DType;
-use crate::error::KvError;
 use crate::memory::Run;
+use crate::python::convert::with_room;
 
 /// Device type and number of host memory.
 pub(in crate::python) const CPU: (i32, i32) = (1, 0);
@@ -484,10 +484,8 @@ unsafe extern "C" fn destroy<M: Managed>(capsule: *mut ffi::PyObject) {
 /// The elements of all segments, which together have this layout, in as many words as it takes.
 fn copied(py: Python<'_>, layout: &Layout, segments: &[Tensor<'_>]) -> PyResult<Vec<u64>> {
     let num_bytes = usize::try_from(layout.nbytes())?;
-    let mut words = Vec::new();
     let num_words = num_bytes.div_ceil(size_of::<u64>());
-    let reserved = words.try_reserve_exact(num_words);
-    reserved.map_err(|_| KvError::OutOfMemory { bytes: num_bytes })?;
+    let mut words = with_room(num_words)?;
     let runs = segments.iter().map(|segment| {
         let num_bytes = usize::try_from(segment.layout.nbytes())?;
         // SAFETY: the tensor is readable as long as its memory is held, which the caller does.

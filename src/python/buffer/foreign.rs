@@ -19,8 +19,9 @@ use super::array::bfloat16;
 use super::dlpack::{Found, Imported};
 use super::memoryview::{Shown, native};
 use crate::dtype::{DType, Element, bf16, f16};
-use crate::error::{KvError, Result};
+use crate::error::Result;
 use crate::memory::{Run, Source, Target};
+use crate::python::convert::with_room;
 use crate::python::error::{InvalidInputError, KvCacheError};
 
 /// C-contiguous memory of a NumPy array, a buffer or a DLPack exporter, of the elements of a cache or
@@ -104,8 +105,7 @@ impl<'a> Values<'a> {
     pub(in crate::python) fn to_vec(self) -> Result<Vec<f32>> {
         let Memory { first, len } = self.memory;
         let First::F32(first) = first else { unreachable!("it was checked for float32") };
-        let (mut copy, bytes) = (Vec::new(), len.saturating_mul(size_of::<f32>()));
-        copy.try_reserve_exact(len).map_err(|_| KvError::OutOfMemory { bytes })?;
+        let mut copy = with_room(len)?;
         copy.resize(len, 0.0);
         // SAFETY: the type's invariant.
         unsafe { Run::from_raw(first, len) }.copy(&mut copy);

@@ -14,7 +14,7 @@ use super::call::call;
 use super::memoryview::{Shown, native};
 use crate::ids::widen;
 use crate::memory::Run;
-use crate::python::convert::{number, push, type_name};
+use crate::python::convert::{number, push, type_name, with_room};
 use crate::python::error::{InvalidInputError, KvCacheError};
 use crate::python::patience::is_long_copy;
 
@@ -207,42 +207,48 @@ unsafe fn read(
     if !data.is_aligned() {
         return Err(invalid(format!("{noun}s are not aligned: pass a copy")));
     }
+    let mut ids = with_room(len)?;
     let copied = match kind {
         Kind::I32 | Kind::U32 => {
             // SAFETY: the caller's promise.
             let run = unsafe { Run::from_raw(data, len) };
             let largest = if let Kind::I32 = kind { i32::MAX.cast_unsigned() } else { u32::MAX };
-            attached_if_short(py, len, || narrow(run, len, largest))
+            attached_if_short(py, len, || narrow(run, largest, &mut ids))
         }
         Kind::I64 => {
             // SAFETY: the caller's promise; halves are aligned as their elements are.
             let run = unsafe { Run::from_raw(data.cast::<Halves>(), len) };
-            attached_if_short(py, len, || wide(run, len))
+            attached_if_short(py, len, || wide(run, &mut ids))
         }
     };
-    copied.map_err(|(position, value)| out_of_range(noun, position, &value.to_string()))
+    copied.map_err(|(position, value)| out_of_range(noun, position, &value.to_string()))?;
+    Ok(ids)
 }
 
 fn attached_if_short<R: Send>(py: Python<'_>, len: usize, call: impl FnOnce() -> R + Send) -> R {
     if is_long_copy(len.saturating_mul(size_of::<Halves>())) { py.detach(call) } else { call() }
 }
 
-/// The ids, or the position and the value of what is none.
-type Copied = Result<Vec<u32>, (usize, i64)>;
+/// Fails with the position and the value of what is no id.
+type Copied = Result<(), (usize, i64)>;
 
-fn narrow(run: Run<'_, u32>, len: usize, largest: u32) -> Copied {
-    let mut ids = vec![0; len];
-    run.copy(&mut ids);
-    // All of them together, since the usual case has none to stop at.
-    if ids.iter().fold(0, |so_far, &id| id.max(so_far)) > largest {
-        let position = ids.iter().take_while(|&&id| id <= largest).count();
-        return Err((position, ids[position].cast_signed().into()));
+/// Appends copies of numbers of 32 bits, which must be no larger than `largest`.
+fn narrow(run: Run<'_, u32>, largest: u32, ids: &mut Vec<u32>) -> Copied {
+    let mut scratch = [0; CHUNK];
+    for chunk in run.chunks(CHUNK) {
+        let some = chunk.copy(&mut scratch);
+        // All of them together, since the usual case has none to stop at.
+        if some.iter().fold(0, |so_far, &id| id.max(so_far)) > largest {
+            let place = some.iter().take_while(|&&id| id <= largest).count();
+            return Err((ids.len() + place, some[place].cast_signed().into()));
+        }
+        ids.extend_from_slice(some);
     }
-    Ok(ids)
+    Ok(())
 }
 
-fn wide(run: Run<'_, Halves>, len: usize) -> Copied {
-    let mut ids = Vec::with_capacity(len);
+/// Appends copies of numbers of 64 bits, whose upper halves must be 0.
+fn wide(run: Run<'_, Halves>, ids: &mut Vec<u32>) -> Copied {
     let mut scratch = [Halves::default(); CHUNK];
     for chunk in run.chunks(CHUNK) {
         let halves = chunk.copy(&mut scratch);
@@ -252,7 +258,7 @@ fn wide(run: Run<'_, Halves>, len: usize) -> Copied {
         }
         ids.extend(halves.iter().map(|half| half[LOW]));
     }
-    Ok(ids)
+    Ok(())
 }
 
 /// Returns the number of rows, and that of the ids of a row.
