@@ -266,6 +266,15 @@ def test_new_slots_are_found_behind_lookahead_as_well(manager):
     assert_array_equal(manager.extend_many(handles, [3, 0]), tables[0, 1] * 4 + np.arange(3))
 
 
+def test_many_slots_are_an_array_as_few_are():
+    manager = new_manager(8_192, storage=False)
+    handle = manager.allocate(range(20_000))
+    slots = manager.slot_mappings([handle], 0)
+    first = handle.block_table.physical_blocks[0] * BLOCK_SIZE
+    assert_array_equal(slots, np.arange(first, first + 20_000, dtype=np.int64), strict=True)
+    assert slots.flags.writeable and slots.flags.c_contiguous
+
+
 def test_too_few_blocks_for_all_make_none_longer(manager, handles):
     raised = refused_alike(manager, handles, OutOfBlocksError, manager.extend_many, handles, 33)
     assert (raised.needed, raised.free) == (8 + 8 + 9, 16 - 5)

@@ -20,6 +20,7 @@ use crate::handle::check_count;
 use crate::manager::RequestOptions;
 use crate::python::buffer::{IdRows, TokenIds};
 use crate::python::convert::{NumTokens, Numbers, in_entry, push, type_name};
+use crate::python::patience::is_long_copy;
 
 #[pymethods]
 impl PyKvCacheManager {
@@ -207,8 +208,13 @@ impl PyKvCacheManager {
 
 /// Numbers that fit an `isize`, as the manager sees to with slots and the memory with tokens.
 fn array(py: Python<'_>, numbers: Vec<usize>) -> Bound<'_, PyArray1<isize>> {
+    // In the memory in which they are.
     let numbers = numbers.into_iter().map(usize::cast_signed).collect::<Vec<_>>();
-    PyArray1::from_slice(py, &numbers)
+    if is_long_copy(size_of_val(numbers.as_slice())) {
+        PyArray1::from_vec(py, numbers)
+    } else {
+        PyArray1::from_slice(py, &numbers)
+    }
 }
 
 /// The tokens of many sequences.
