@@ -213,6 +213,20 @@ class Token:
         raise ZeroDivisionError("my own")
 
 
+class Emptying:
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def __index__(self):
+        self.tokens.clear()
+        return 7
+
+
+class Backwards(list):
+    def __iter__(self):
+        return reversed(self)
+
+
 class Exporter:
     def __dlpack__(self, **_):
         raise RuntimeError("on another device")
@@ -248,6 +262,16 @@ def test_what_an_object_raises_is_not_hidden(manager):
     error = refused(manager, InvalidInputError, manager.allocate, Exporter())
     assert str(error).startswith("tokens can not be read as integers in host memory: ")
     assert error.__cause__ is not None
+
+
+def test_a_list_that_gets_shorter_while_it_is_read_has_what_was_read(manager):
+    tokens = [1, 2, 3]
+    tokens[1] = Emptying(tokens)
+    assert manager.allocate(tokens).tokens.tolist() == [1, 7]
+
+
+def test_a_list_that_is_iterated_in_its_own_way_is_read_in_that_way(manager):
+    assert manager.allocate(Backwards([1, 2, 3])).tokens.tolist() == [3, 2, 1]
 
 
 def test_other_tokens_than_those_allocated_can_not_be_committed(manager):

@@ -145,9 +145,20 @@ fn in_buffer(
 }
 
 fn in_sequence(object: &Bound<'_, PyAny>, noun: &'static str) -> PyResult<Vec<u32>> {
-    let py = object.py();
+    match object.cast_exact::<PyList>() {
+        // Without an iterator of Python's, which is an object to make and to drop.
+        Ok(list) => in_items(object.py(), list.iter().map(Ok), noun),
+        Err(_) => in_items(object.py(), object.try_iter()?, noun),
+    }
+}
+
+fn in_items<'py>(
+    py: Python<'py>,
+    items: impl Iterator<Item = PyResult<Bound<'py, PyAny>>>,
+    noun: &'static str,
+) -> PyResult<Vec<u32>> {
     let mut ids = Vec::new();
-    for (position, item) in object.try_iter()?.enumerate() {
+    for (position, item) in items.enumerate() {
         let item = item?;
         let id = item.extract::<u32>().map_err(|error| {
             if error.is_instance_of::<PyOverflowError>(py) {
