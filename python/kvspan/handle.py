@@ -28,7 +28,8 @@ class KvCacheHandle(abc.ABC):
     * A layer that does not exist is an error. ``None`` means that the cache does not hold the layer
       as a tensor.
     * A tensor is a ``CacheTensor``, or any array, of shape [tokens, num_heads, head_dim]. It stays as
-      it is, whatever happens to the handle.
+      it is, whatever happens to the handle. ``attention`` reads a ``CacheTensor`` where it lies, and
+      copies an array, which has to be of float32, at each call.
     * A handle that is not valid refuses every use with StaleHandleError; its plain properties still
       answer.
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Instant;
 
 use numpy::{PyArray1, PyArrayMethods};
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyException, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
@@ -372,7 +372,13 @@ fn hold(cache: &Bound<'_, PyAny>, layer: Option<Layer>) -> PyResult<Held> {
     if cache.is_instance(&py.import("kvspan")?.getattr("KvCacheHandle")?)? {
         let arguments = PyTuple::new(py, [wanted_layer(layer)?.0])?;
         let pair = call(&cache.getattr("kv_cache")?, &arguments, None)?;
-        let (keys, values) = pair.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>()?;
+        let Ok((keys, values)) = pair.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>() else {
+            return Err(PyTypeError::new_err(format!(
+                "kv_cache of a {} must return a tuple of keys and values, not {}",
+                type_name(cache),
+                pair.repr()?
+            )));
+        };
         return tensors((tensor_of("keys", &keys)?, tensor_of("values", &values)?));
     }
     Err(PyTypeError::new_err(format!(
@@ -401,9 +407,22 @@ fn tensor_of(name: &'static str, tensor: &Bound<'_, PyAny>) -> PyResult<Option<T
     if let Ok(tensor) = tensor.cast::<PyCacheTensor>() {
         return tensor.get().tensor(tensor.py()).map(Some);
     }
-    // Others may change their arrays while we compute.
-    let shape = tensor.getattr("shape")?.extract::<[usize; 3]>()?;
+    let Some(given) = tensor.getattr_opt("shape")? else {
+        return Err(PyTypeError::new_err(format!(
+            "{name} must be a CacheTensor or a float32 array, not {}",
+            type_name(tensor)
+        )));
+    };
+    let shape = given.extract::<[usize; 3]>().map_err(|error| {
+        if !error.is_instance_of::<PyException>(tensor.py()) {
+            return error;
+        }
+        InvalidInputError::new_err((format!(
+            "{name} have shape {given}, but (tokens, num_kv_heads, head_dim) is wanted"
+        ),))
+    })?;
     let [_, heads, dim] = shape;
+    // Others may change their arrays while we compute.
     let wanted = Wanted { name, dtype: DType::F32, tokens: Tokens::Many, heads, dim };
     let opened = Opened::new(tensor, wanted)?;
     let elements = opened.look()?;

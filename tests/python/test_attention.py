@@ -343,12 +343,29 @@ def test_handles_of_others_that_contradict_themselves_are_refused():
     for keys, values, error in [
         (rows, rows[:19], InvalidInputError),
         (rows, rows.astype(np.float64), InvalidInputError),
-        (rows, np.zeros((20, KV_HEADS, 2 * DIM), np.float32)[..., ::2], InvalidInputError),
+        (rows, rows.repeat(2, axis=2)[..., ::2], InvalidInputError),
         (rows, None, NoStorageError),
         (rows, "values", TypeError),
     ]:
         with pytest.raises(error):
             kvspan.attention(query, OwnHandle(keys, values), 0)
+
+
+def test_what_others_return_as_keys_and_values_is_looked_at():
+    query, rows = new_query(1, 4, DIM), np.zeros((20, KV_HEADS, DIM), np.float32)
+    handle = OwnHandle(rows, rows)
+    for pair, error, says in [
+        ((rows, rows[:19]), InvalidInputError, r"tokens of the values: 19 .* must be 20"),
+        ((rows, rows.astype(np.float64)), InvalidInputError, "values have dtype float64"),
+        ((rows, rows[0]), InvalidInputError, r"values have shape \(2, 8\), but \(tokens"),
+        ((rows, "values"), TypeError, r"values must be a CacheTensor or .*, not str"),
+        (None, TypeError, r"kv_cache of a .*OwnHandle must return a tuple of keys and values"),
+        ([rows, rows], TypeError, "must return a tuple"),
+        ((rows, rows, rows), TypeError, "must return a tuple"),
+    ]:
+        handle.kv_cache = lambda layer, pair=pair: pair
+        with pytest.raises(error, match=says):
+            kvspan.attention(query, handle, 0)
 
 
 @pytest.mark.parametrize(
