@@ -41,7 +41,8 @@ const SLICES: usize = 8;
 ///
 /// Keys and values are read where they lie, once for all query heads of a group, and converted in
 /// registers; products and sums are `f32`. What a query token does not see is not read, so that NaN
-/// there does no harm. NaN and infinities in what it sees go where arithmetic takes them.
+/// there does no harm. NaN and infinities in what it sees go where arithmetic takes them, and so does what
+/// an `f32` can not hold: scores, and the sum of values times weights, whose largest weight is 1.
 ///
 /// Results do not depend on where tokens lie, nor on the number of threads, to the bit. They do depend
 /// on the instructions of the processor, within rounding.
