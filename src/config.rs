@@ -252,12 +252,8 @@ impl BlockGeometry {
             let width = row.width;
             Some(Self { num_places, shape, width, block_bytes, num_bytes, row, scales_offset })
         };
-        sizes().ok_or(KvError::PoolSizeOverflow {
-            num_blocks,
-            block_size,
-            num_layers,
-            num_kv_heads,
-            head_dim,
+        sizes().ok_or_else(|| KvError::PoolSizeOverflow {
+            factors: Box::new([num_blocks, block_size, num_layers, num_kv_heads, head_dim]),
             itemsize: T::DTYPE.itemsize(),
         })
     }

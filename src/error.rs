@@ -48,20 +48,14 @@ pub enum KvError {
 
     /// The blocks that the configuration asks for have a size that no address space can hold.
     #[error(
-        "the size of the blocks overflows: 2 x {num_blocks} blocks x {block_size} tokens x \
-         {num_layers} layers x {num_kv_heads} heads x {head_dim} elements of {itemsize} bytes"
+        "the size of the blocks overflows: 2 x {} blocks x {} tokens x {} layers x {} heads x \
+         {} elements of {itemsize} bytes",
+        .factors[0], .factors[1], .factors[2], .factors[3], .factors[4]
     )]
     PoolSizeOverflow {
-        /// Blocks that sequences would have.
-        num_blocks: usize,
-        /// Tokens of a block.
-        block_size: usize,
-        /// Layers of the model.
-        num_layers: usize,
-        /// KV heads of a token.
-        num_kv_heads: usize,
-        /// Elements of a head.
-        head_dim: usize,
+        /// Blocks that sequences would have, tokens of a block, layers of the model, KV heads of a token,
+        /// and elements of a head. In a box, for every result is as large as the largest error.
+        factors: Box<[usize; 5]>,
         /// Bytes of an element.
         itemsize: usize,
     },
