@@ -3,6 +3,7 @@
 
 mod common {
     pub(crate) mod rng;
+    pub(crate) mod stamped;
     pub(crate) mod watchdog;
 }
 
@@ -11,9 +12,11 @@ use std::thread;
 use std::time::Duration;
 
 use common::rng::Rng;
+use common::stamped::{self, shown};
 use common::watchdog::within;
 use kvspan::{
-    Element, KVCacheConfig, KVSpan, KvError, LayerKvCache, PinnedSpan, Result, bf16, f16,
+    AttentionPool, Context, Element, KVCacheConfig, KVSpan, KvError, LayerKvCache, PinnedSpan,
+    Result, bf16, f16,
 };
 
 const CONFIG: KVCacheConfig =
@@ -49,11 +52,14 @@ fn stress_of_all_operations_at_once() {
 fn one_round<T: Element>(round: u32, ops: u32) {
     let cache = LayerKvCache::<T>::with_element(CONFIG);
     cache.initialize(1).expect("there is memory for a small cache");
+    // Before there are threads: what the processor can do is found out once, in a way that
+    // ThreadSanitizer does not see.
+    let pool = &AttentionPool::default();
     let views = thread::scope(|scope| {
         let threads: Vec<_> = (0..THREADS)
             .map(|thread| {
                 let (clone, seed) = (cache.clone(), u64::from(round) * THREADS + thread + 1);
-                scope.spawn(move || one_thread(clone, Rng::new(seed), ops))
+                scope.spawn(move || one_thread(clone, pool, Rng::new(seed), ops))
             })
             .collect();
         let views = threads.into_iter().map(|thread| thread.join().expect("the thread is well"));
@@ -69,23 +75,15 @@ fn one_round<T: Element>(round: u32, ops: u32) {
     views.iter().for_each(check_pin);
 }
 
-/// The numbers that a span stands for.
-fn shown<T: Element>(span: KVSpan<'_, T>) -> (Vec<f32>, Vec<f32>) {
-    let dim = CONFIG.hidden_dim_per_head;
-    let plane = |data: &[T], scales: &[T::Scale]| {
-        let mut numbers = vec![0.0; data.len()];
-        for ((data, scale), numbers) in data.chunks(dim).zip(scales).zip(numbers.chunks_mut(dim)) {
-            T::widen(data, *scale, numbers);
-        }
-        numbers
-    };
-    (plane(span.keys, span.key_scales), plane(span.values, span.value_scales))
-}
-
-fn one_thread<T: Element>(mut cache: LayerKvCache<T>, mut rng: Rng, ops: u32) -> Vec<Pin<T>> {
+fn one_thread<T: Element>(
+    mut cache: LayerKvCache<T>,
+    pool: &AttentionPool,
+    mut rng: Rng,
+    ops: u32,
+) -> Vec<Pin<T>> {
     let mut pins: Vec<Pin<T>> = Vec::new();
     for _ in 0..ops {
-        match rng.below(20) {
+        match rng.below(21) {
             0 => cache = cache.clone(),
             1 => {
                 let copy = cache.deep_clone().expect("there is memory for a small cache");
@@ -106,6 +104,7 @@ fn one_thread<T: Element>(mut cache: LayerKvCache<T>, mut rng: Rng, ops: u32) ->
             8 => attempt(cache.prefault()),
             9 => read_into(&cache, &mut rng),
             10..13 => read_in_closure(&cache, &mut rng),
+            13 if rng.below(4) == 0 => attend(&cache, pool, &mut rng),
             _ => attempt(write(&cache, &mut rng)),
         }
         pins.truncate(3);
@@ -171,6 +170,16 @@ fn read_in_closure<T: Element>(cache: &LayerKvCache<T>, rng: &mut Rng) {
     attempt(read);
 }
 
+/// Attends to tokens that are pinned, while others write beside them.
+fn attend<T: Element>(cache: &LayerKvCache<T>, pool: &AttentionPool, rng: &mut Rng) {
+    let start = rng.below(cache.len().max(1));
+    if let Some(pinned) = allowed(cache.pin_range(start, start + 1 + rng.below(4))) {
+        let context = Context::of_span(pinned.span()).expect("the span is as it was made");
+        let shape = [1, CONFIG.num_heads, CONFIG.hidden_dim_per_head];
+        stamped::attend(&context, shape, pool);
+    }
+}
+
 fn read_into<T: Element>(cache: &LayerKvCache<T>, rng: &mut Rng) {
     let (mut keys, mut values) = rows(rng, 3);
     let start = rng.below(CAPACITY);
@@ -179,12 +188,8 @@ fn read_into<T: Element>(cache: &LayerKvCache<T>, rng: &mut Rng) {
     }
 }
 
-/// Tokens with all keys equal, and the values their negatives.
 fn rows(rng: &mut Rng, count: usize) -> (Vec<f32>, Vec<f32>) {
-    let stamps = [0; 3].map(|_| u16::try_from(rng.below(60_000)).map_or(1.0, f32::from));
-    let keys: Vec<f32> = stamps.iter().take(count).flat_map(|&stamp| vec![stamp; WIDTH]).collect();
-    let values = keys.iter().map(|key| -key).collect();
-    (keys, values)
+    stamped::rows(rng, count, WIDTH)
 }
 
 fn moment(rng: &mut Rng) -> Duration {
@@ -192,13 +197,7 @@ fn moment(rng: &mut Rng) -> Duration {
 }
 
 fn check_rows(keys: &[f32], values: &[f32]) {
-    for (keys, values) in keys.chunks(WIDTH).zip(values.chunks(WIDTH)) {
-        assert!(keys.iter().all(|x| x.to_bits() == keys[0].to_bits()), "torn: {keys:?}");
-        assert!(
-            keys.iter().zip(values).all(|(k, v)| (k + v).to_bits() == 0),
-            "{keys:?} with {values:?}"
-        );
-    }
+    stamped::check_rows(keys, values, WIDTH);
 }
 
 fn check_span<T: Element>(span: KVSpan<'_, T>) {

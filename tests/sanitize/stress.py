@@ -24,6 +24,10 @@ CAPACITY, HEADS, DIM = 128, 4, 64
 DTYPES = ["float32", "float16", "int8"]
 # Their keys and values are 96 KiB. Up to 64 KiB the extension copies with the GIL held.
 MANY = 48
+# A few blocks, of which a sequence can have some that are copied without the GIL.
+SHAPE = {"block_size": 16, "num_layers": 2, "num_kv_heads": HEADS, "head_dim": DIM}
+NUM_BLOCKS = 24
+NAMES = ["a", "b", "c", "d", "e", None, None, None]
 THREADS = 4
 # After so many operations of each thread the cache is given up, while views of it live on.
 OPERATIONS_OF_A_ROUND = 500
@@ -37,6 +41,13 @@ REFUSALS = (
     errors.ReleasedError,
     errors.ReservedError,
     errors.ViewsAliveError,
+    errors.BlocksInUseError,
+    errors.OutOfBlocksError,
+    errors.RequestExistsError,
+    errors.StaleHandleError,
+    errors.TokenMismatchError,
+    errors.UnknownRequestError,
+    errors.WrongBlockStateError,
 )
 
 
@@ -57,18 +68,29 @@ def check(keys, values):
     assert (values == -keys).all(), f"{keys} with {values}"
 
 
+def attend(query, *context):
+    """The elements of a value are equal, and so are those of what a head makes of values."""
+    try:
+        out = kvspan.attention(query, *context)
+    except errors.InvalidInputError as error:
+        # Somebody else may have given all tokens up.
+        assert "no tokens" in str(error), error
+    else:
+        assert (out == out[..., :1]).all(), f"torn: {out}"
+
+
 class Worker:
     """One thread's share of a round."""
 
-    def __init__(self, cache, seed, spans):
-        self.cache, self.random = cache, random.Random(seed)
+    def __init__(self, seed, spans):
+        self.random = random.Random(seed)
         self.spans = spans  # of all threads
         self.arrays = deque(maxlen=3)  # that outlive their spans
         self.keys_room, self.values_room = np.empty((2, MANY, HEADS, DIM), dtype=np.float32)
         self.done = Counter()
 
     def run(self, operations):
-        ways = [way for name, way in vars(Worker).items() if name.startswith("do_")]
+        ways = [way for name, way in vars(type(self)).items() if name.startswith("do_")]
         for _ in range(operations):
             way = self.random.choice(ways)
             try:
@@ -87,6 +109,14 @@ class Worker:
 
     def few_or_many(self):
         return self.random.choice([1, 2, 3, MANY])
+
+
+class CacheWorker(Worker):
+    """One that uses a layer cache."""
+
+    def __init__(self, cache, seed, spans):
+        super().__init__(seed, spans)
+        self.cache = cache
 
     def position(self):
         return self.random.randrange(CAPACITY)
@@ -177,6 +207,14 @@ class Worker:
         self.cache.read_range_into(start, end, self.keys_room, self.values_room)
         check(self.keys_room[: end - start], self.values_room[: end - start])
 
+    def do_attend(self):
+        attend(np.ones((1, 2 * HEADS, DIM), np.float32), self.cache)
+
+    def do_attend_to_any_span(self):
+        with contextlib.suppress(IndexError):
+            span = self.spans[self.random.randrange(3)]
+            attend(np.ones((1, 2 * HEADS, DIM), np.float32), span)
+
     def do_read_copies(self):
         check(*self.cache.read_range(*self.range()))
         check(*self.cache.read_kv(self.position()))
@@ -194,23 +232,212 @@ class Worker:
         self.cache.prefault()
 
 
-def one_round(pool, number, operations):
+class BlockWorker(Worker):
+    """One that uses a manager and its handles."""
+
+    def __init__(self, manager, seed, spans, handles):
+        super().__init__(seed, spans)
+        self.manager = manager
+        self.handles = handles  # of all threads
+
+    def handle(self):
+        try:
+            return self.random.choice(list(self.handles))
+        except (IndexError, RuntimeError):
+            # Another thread is about to change them.
+            return self.manager.allocate([1])
+
+    def some(self):
+        return {self.handle(): None for _ in range(3)}
+
+    def prompt(self):
+        # Few beginnings, so that they are often shared.
+        return [0] * self.few_or_many() + [self.random.randrange(2)]
+
+    def at(self, handle):
+        return self.random.randrange(handle.num_tokens + 1)
+
+    def keep(self, handle):
+        self.handles.append(handle)
+
+    # Sequences
+
+    def do_allocate(self):
+        prompt = np.array(self.prompt(), np.int32)
+        handle = self.manager.allocate(prompt, self.random.choice(NAMES))
+        keys, _ = self.manager.read_range(handle, 0, handle.num_cached_tokens)
+        assert not keys.any(), "a new owner finds zeros"
+        self.keep(handle)
+
+    def do_allocate_many(self):
+        chain = self.manager.block_keys(self.prompt())
+        for handle in self.manager.allocate_many([chain, self.prompt()], lookahead=2):
+            self.keep(handle)
+
+    def do_fork(self):
+        self.keep(self.manager.fork(self.handle()))
+
+    def do_extend(self):
+        self.manager.extend(self.handle(), self.random.randrange(4))
+
+    def do_extend_many(self):
+        self.manager.extend_many(self.some())
+
+    def do_truncate(self):
+        handle = self.handle()
+        self.manager.truncate(handle, self.at(handle))
+
+    def do_commit(self):
+        handle = self.handle()
+        tokens = handle.tokens[handle.num_committed_tokens :]
+        self.manager.commit(handle, tokens)
+
+    def do_commit_many(self):
+        some = self.some()
+        self.manager.commit_many(some, np.zeros((len(some), 2), np.int64))
+
+    def do_free_request(self):
+        self.manager.free_request(self.random.choice(NAMES[:5]))
+
+    def do_free(self):
+        self.manager.free(self.handle())
+
+    def do_free_many(self):
+        if self.random.random() < 0.3:
+            self.manager.free_many(self.some())
+
+    def do_forget_handle(self):
+        with contextlib.suppress(IndexError):
+            self.handles.popleft()
+
+    def do_end_by_with(self):
+        with self.manager.allocate(self.prompt()) as handle:
+            self.manager.write(handle, 1, 0, *self.tokens(1))
+
+    # Content
+
+    def do_write(self):
+        handle = self.handle()
+        length = handle.num_tokens  # which others change
+        start = self.random.randrange(length + 1)
+        rows = self.tokens(min(length - start, MANY))
+        self.manager.write(handle, 0, start, *rows)
+
+    def do_write_many(self):
+        some = self.some()
+        self.manager.write_many(1, some, [0] * len(some), *self.tokens(len(some)))
+
+    def do_read(self):
+        handle = self.handle()
+        check(*self.manager.read_range(handle, 0))
+        check(*self.manager.read_range(handle, 1, 0, 1))
+
+    def do_read_into(self):
+        handle = self.handle()
+        end = min(handle.num_tokens, MANY)
+        self.manager.read_range_into(handle, 0, 0, end, self.keys_room, self.values_room)
+        check(self.keys_room[:end], self.values_room[:end])
+
+    def do_read_tensors(self):
+        keys, values = self.handle().kv_cache(1)
+        # Not of one instant, so that they need not belong together.
+        assert (keys.numpy() >= 0).all() and (values.numpy() <= 0).all()
+
+    def do_attend(self):
+        query = np.ones((1, 2 * HEADS, DIM), np.float32)
+        attend(query, self.handle(), self.random.randrange(2))
+
+    def do_attend_many(self):
+        some = list(self.some())
+        query = np.ones((len(some), 2 * HEADS, DIM), np.float32)
+        attend(query, some, self.random.randrange(2))
+
+    # Views
+
+    def do_keep_span(self):
+        handle = self.handle()
+        self.spans.append(self.manager.view(handle, self.random.randrange(2)))
+
+    def do_keep_arrays(self):
+        for piece in self.manager.view(self.handle(), 0):
+            self.arrays.append((piece.keys, piece.values))
+
+    def do_forget_arrays(self):
+        self.arrays.clear()
+
+    def do_read_any_span(self):
+        with contextlib.suppress(IndexError):
+            for piece in self.spans[self.random.randrange(3)]:
+                check(np.asarray(piece.key_view), np.from_dlpack(piece.value_view))
+
+    def do_release_any_span(self):
+        with contextlib.suppress(IndexError):
+            self.spans[self.random.randrange(3)].release()
+
+    def do_drop_any_span(self):
+        with contextlib.suppress(IndexError):
+            self.spans.popleft()
+
+    # The manager itself
+
+    def do_reset(self):
+        self.manager.reset_prefix_cache()
+
+    def do_ask(self):
+        self.manager.check_integrity()
+        stats = self.manager.stats()
+        assert stats.num_free + stats.num_cached + stats.num_in_use == NUM_BLOCKS
+        assert len(self.manager.inspect().blocks) == NUM_BLOCKS
+        assert repr(self.manager) and repr(self.handle())
+        handle = self.handle()
+        assert handle.num_cached_tokens <= self.manager.block_tables([handle]).size * 16
+
+
+def run_all(pool, workers, operations):
+    results = list(pool.map(lambda worker: worker.run(operations), workers))
+    workers.clear()
+    return results
+
+
+def check_arrays(results):
+    """Arrays that are left when everything else is gone; counts what was done."""
+    for _, arrays in results:
+        for keys, values in arrays:
+            check(keys, values)
+    return sum((done for done, _ in results), Counter())
+
+
+def round_of_caches(pool, number, operations):
     """Runs all threads on one cache, and reads what is left of it when the cache is gone."""
     spans = deque(maxlen=3)
     dtype = DTYPES[number % len(DTYPES)]
     cache = kvspan.LayerKvCache(kvspan.KVCacheConfig(CAPACITY, HEADS, DIM, dtype))
     cache.initialize(1)
     workers = [
-        Worker(copy.copy(cache), number * THREADS + thread, spans) for thread in range(THREADS)
+        CacheWorker(copy.copy(cache), number * THREADS + thread, spans) for thread in range(THREADS)
     ]
-    results = list(pool.map(lambda worker: worker.run(operations), workers))
+    results = run_all(pool, workers, operations)
     with cache.view() as span:
         check(span.keys, span.values)
-    del cache, span, workers
-    for _, arrays in results:
-        for keys, values in arrays:
-            check(keys, values)
-    return sum((done for done, _ in results), Counter())
+    del cache, span
+    return check_arrays(results)
+
+
+def round_of_blocks(pool, number, operations):
+    """Runs all threads on one manager, and reads what is left of it when the manager is gone."""
+    spans, handles = deque(maxlen=3), deque(maxlen=8)
+    dtype = DTYPES[number % len(DTYPES)]
+    manager = kvspan.KvCacheManager(NUM_BLOCKS, **SHAPE, dtype=dtype)
+    workers = [
+        BlockWorker(manager, number * THREADS + thread, spans, handles) for thread in range(THREADS)
+    ]
+    results = run_all(pool, workers, operations)
+    handles.clear()
+    spans.clear()
+    assert not manager.leak_report().sequences
+    manager.check_integrity()
+    del manager
+    return check_arrays(results)
 
 
 def main():
@@ -219,9 +446,12 @@ def main():
     operations = parser.parse_args().operations
     check_instrumented()
     sys.setswitchinterval(1e-4)
+    # What the processor can do is found out once, in a way that ThreadSanitizer does not see.
+    kvspan.AttentionPool(1)
     done = Counter()
     with ThreadPoolExecutor(THREADS) as pool:
         for number in range(-(-operations // OPERATIONS_OF_A_ROUND)):
+            one_round = [round_of_caches, round_of_blocks][number % 2]
             done += one_round(pool, number, min(operations, OPERATIONS_OF_A_ROUND))
     refused = f"{done['refused']} of them refused"
     print(f"{done.total()} operations of {THREADS} threads, {refused}, no token torn")
