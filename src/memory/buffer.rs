@@ -15,7 +15,7 @@ use bytemuck::Pod;
 use fearless_simd::{Level, dispatch};
 use memmap2::{MmapMut, MmapRaw};
 
-use crate::config::{PLANE_ALIGNMENT_BYTES, Place};
+use crate::config::Place;
 #[cfg(feature = "python")]
 use crate::dtype::DType;
 use crate::dtype::{Element, Transfer, largest};
@@ -29,7 +29,7 @@ use crate::error::{KvError, Result};
 /// # Invariants
 ///
 /// * `bytes` points to `len` bytes that live as long as `map`, which nothing else looks into. It is
-///   aligned to a cache line, and so for any element type.
+///   aligned to a page, and so for any element type.
 /// * No reference to the whole is ever made. Who may touch which bytes when is for the caller to
 ///   settle; each method says what it relies on.
 pub(super) struct Buffer {
@@ -37,13 +37,6 @@ pub(super) struct Buffer {
     len: usize,
     map: MmapRaw,
 }
-
-/// How far into a page a buffer begins.
-///
-/// Copies of 2 KiB and more are several times slower on some machines (AMD Zen 3 and 4 with glibc before
-/// 2.39) if their target begins up to 32 bytes after their source, modulo the page. NumPy's large arrays
-/// begin 16 bytes into one; this is where neither a copy from there nor one to there is slow.
-const START: usize = PLANE_ALIGNMENT_BYTES;
 
 /// Rows of one plane as they are stored.
 #[derive(Clone, Copy, Debug)]
@@ -152,23 +145,20 @@ impl Buffer {
     pub(super) fn zeroed(len: usize) -> Result<Self> {
         let out_of_memory = KvError::OutOfMemory { bytes: len };
         // Raw, for what looks like a look at its length would be a reference to all its bytes.
-        let mapped = len.checked_add(START).ok_or_else(|| out_of_memory.clone())?;
-        let map = MmapMut::map_anon(mapped).map_err(|_| out_of_memory.clone())?;
+        let map = MmapMut::map_anon(len).map_err(|_| out_of_memory.clone())?;
         let map = MmapRaw::from(map);
         #[cfg(target_os = "linux")]
         {
             // Advice only: a system without huge pages refuses it, and nothing else changes.
             let _ = map.advise(memmap2::Advice::HugePage);
         }
-        let first = NonNull::new(map.as_mut_ptr()).ok_or(out_of_memory)?;
-        // SAFETY: the map has as many bytes, and `len` more.
-        let bytes = unsafe { first.add(START) };
+        let bytes = NonNull::new(map.as_mut_ptr()).ok_or(out_of_memory)?;
         Ok(Self { bytes, len, map })
     }
 
     /// Bytes allocated.
     pub(super) fn nbytes(&self) -> usize {
-        self.len
+        self.map.len()
     }
 
     /// Asks the system to provide `num_bytes` from `start` on now, without changing any; false if it
@@ -179,8 +169,7 @@ impl Buffer {
     /// `OutOfMemory` if there are not as many pages.
     #[cfg(target_os = "linux")]
     pub(super) fn populate(&self, start: usize, num_bytes: usize) -> Result<bool> {
-        // From `start` of the map on, to where the last of the bytes ends.
-        let num_bytes = num_bytes.min(self.len.saturating_sub(start)) + START;
+        let num_bytes = num_bytes.min(self.nbytes().saturating_sub(start));
         match self.map.advise_range(memmap2::Advice::PopulateWrite, start, num_bytes) {
             Ok(()) => Ok(true),
             Err(error) if error.kind() == std::io::ErrorKind::OutOfMemory => {

@@ -105,7 +105,7 @@ const PAGE_BYTES: usize = 4096;
 
 /// Numbers at a fixed place within a page, a little past its middle.
 ///
-/// The caches' rows begin 64 bytes after the start of a page or 16. Copies of 2 KiB and more are
+/// The caches' rows begin at the start of a page or 16 bytes after it. Copies of 2 KiB and more are
 /// up to 25 times slower on some machines (AMD Zen 3 and 4 with glibc before 2.39) if the target
 /// begins less than 32 bytes after the source, modulo the page; where the allocator puts a plain
 /// `Vec`, chance would decide about that.
