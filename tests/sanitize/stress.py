@@ -389,8 +389,7 @@ class BlockWorker(Worker):
         assert stats.num_free + stats.num_cached + stats.num_in_use == NUM_BLOCKS
         assert len(self.manager.inspect().blocks) == NUM_BLOCKS
         assert repr(self.manager) and repr(self.handle())
-        handle = self.handle()
-        assert handle.num_cached_tokens <= self.manager.block_tables([handle]).size * 16
+        assert len(self.manager.block_tables(self.some())) >= 1
 
 
 def run_all(pool, workers, operations):
