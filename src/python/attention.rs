@@ -179,11 +179,15 @@ pub(super) fn attention<'py>(
     axes.check_len(elements.len())?;
     opened_out.as_ref().map_or(Ok(()), |out| axes.check_len(out.len()?))?;
     let elements = elements.values();
+    let mut guilty = None;
     let computed = py.detach(|| {
         // Others may change theirs meanwhile.
         let elements = elements.to_vec()?;
         let mut result = zeros(elements.len())?;
-        let contexts = held.contexts(kv_lens.as_ref())?;
+        let contexts = held.contexts(kv_lens.as_ref()).map_err(|(index, error)| {
+            guilty = Some(index);
+            error
+        })?;
         let (mut sequences, mut rest) = (Vec::with_capacity(contexts.len()), &*elements);
         for (context, &len) in contexts.iter().zip(&lens) {
             // The lengths add up to that of the query.
@@ -196,12 +200,15 @@ pub(super) fn attention<'py>(
             if looked.elapsed() < SIGNAL_INTERVAL {
                 return Ok(());
             }
-            Python::attach(|py| {
-                looked = Instant::now();
-                py.check_signals()
-            })
+            looked = Instant::now();
+            // At exit there is no interpreter to ask.
+            Python::try_attach(Python::check_signals).unwrap_or(Ok(()))
         })?;
         Ok::<_, PyErr>(result)
+    });
+    let computed = computed.map_err(|error| match guilty {
+        Some(index) if held.0.len() > 1 => in_entry(py, index, error),
+        _ => error,
     })?;
     let (Some(out), Some(opened)) = (out, opened_out) else {
         return Ok(PyArray1::from_vec(py, computed).reshape(axes.0)?.into_any());
@@ -281,29 +288,25 @@ impl Held {
 struct AllHeld(Vec<Held>);
 
 impl AllHeld {
-    fn contexts(&self, kv_lens: Option<&Numbers>) -> PyResult<Vec<Context<'_>>> {
-        let mut contexts = Vec::with_capacity(self.0.len());
-        for (index, held) in self.0.iter().enumerate() {
+    /// An error has the index of what it is about.
+    fn contexts(&self, kv_lens: Option<&Numbers>) -> Result<Vec<Context<'_>>, (usize, PyErr)> {
+        let contexts = self.0.iter().enumerate().map(|(index, held)| {
             let context = held.context().and_then(|context| match kv_lens {
                 Some(lens) => Ok(context.first(lens.get(index))?),
                 None => Ok(context),
             });
-            contexts.push(context.map_err(|error| {
-                if self.0.len() == 1 {
-                    return error;
-                }
-                Python::attach(|py| in_entry(py, index, error))
-            })?);
-        }
-        Ok(contexts)
+            context.map_err(|error| (index, error))
+        });
+        contexts.collect()
     }
 }
 
 impl Drop for AllHeld {
     fn drop(&mut self) {
         let is_free = |held: &mut Held| !matches!(held, Held::Memory(_));
-        let pins = self.0.extract_if(.., is_free).collect::<Vec<_>>();
-        Python::attach(|py| py.detach(|| drop(pins)));
+        let mut pins = Some(self.0.extract_if(.., is_free).collect::<Vec<_>>());
+        // If that can not be, as at exit, they are dropped below.
+        Python::try_attach(|py| py.detach(|| drop(pins.take())));
     }
 }
 
