@@ -200,9 +200,12 @@ pub(super) fn attention<'py>(
             if looked.elapsed() < SIGNAL_INTERVAL {
                 return Ok(());
             }
-            looked = Instant::now();
+            let signals = Python::try_attach(|py| {
+                looked = Instant::now();
+                py.check_signals()
+            });
             // At exit there is no interpreter to ask.
-            Python::try_attach(Python::check_signals).unwrap_or(Ok(()))
+            signals.unwrap_or(Ok(()))
         })?;
         Ok::<_, PyErr>(result)
     });
