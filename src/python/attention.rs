@@ -11,9 +11,8 @@ use pyo3::types::{PyList, PyTuple};
 use super::blocks::{PyCacheTensor, PyContiguousKvCacheHandle, PyPagedKvCacheHandle, PyPagedSpan};
 use super::buffer::{Opened, Room, SpanMemory, Tokens, Wanted, call};
 use super::cache::PyLayerKvCache;
-use super::config::Dimension;
-use super::convert::{Layer, NumTokens, Numbers, in_entry, positions_of, type_name};
-use super::error::InvalidInputError;
+use super::convert::{Layer, NumTokens, Numbers, in_entry, in_range, positions_of, type_name};
+use super::error::{InvalidConfigError, InvalidInputError};
 use super::fork::{self, ProcessLocal};
 use super::patience::SIGNAL_INTERVAL;
 use super::span::PyKVSpan;
@@ -56,9 +55,12 @@ pub(super) struct PyAttentionPool(ProcessLocal<AttentionPool>);
 #[pymethods]
 impl PyAttentionPool {
     #[new]
-    fn new(py: Python<'_>, num_threads: Dimension) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        #[pyo3(from_py_with = num_threads)] num_threads: usize,
+    ) -> PyResult<Self> {
         fork::check_process()?;
-        let pool = py.detach(|| AttentionPool::new(num_threads.0))?;
+        let pool = py.detach(|| AttentionPool::new(num_threads))?;
         Ok(Self(ProcessLocal::with_long_drop(pool)))
     }
 
@@ -82,6 +84,13 @@ impl PyAttentionPool {
         let (num_threads, instructions) = (self.num_threads()?, self.instructions()?);
         Ok(format!("AttentionPool({num_threads}, instructions='{instructions}')"))
     }
+}
+
+fn num_threads(object: &Bound<'_, PyAny>) -> PyResult<usize> {
+    in_range(object.as_borrowed(), |given| {
+        let message = format!("num_threads must be from 1 to 4096, but it is {given}");
+        InvalidConfigError::new_err((message,))
+    })
 }
 
 /// Returns softmax(query @ keys * scale) @ values, with keys and values read where they lie.
@@ -169,8 +178,9 @@ pub(super) fn attention<'py>(
     let axes = axes_of(query)?;
     let [q_tokens, heads, dim] = axes.shape();
     let wanted = |name, tokens| Wanted { name, dtype: DType::F32, tokens, heads, dim };
-    let opened = Opened::new(query, wanted("query", Tokens::Any))?;
-    let opened_out = out.map(|out| Opened::new(out, wanted("out", Tokens::Room))).transpose()?;
+    let opened = Opened::new(query, wanted("elements of query", Tokens::Any))?;
+    let opened_out =
+        out.map(|out| Opened::new(out, wanted("elements of out", Tokens::Room))).transpose()?;
     let (held, lens) = sequences(cache, layer, q_tokens, query_lens)?;
     kv_lens.as_ref().map_or(Ok(()), |lens| lens.check_count("kv_lens", held.0.len()))?;
 

@@ -376,13 +376,21 @@ def test_what_others_return_as_keys_and_values_is_looked_at():
         (new_query(21, 4, DIM), {}, "the query has 21 tokens, but only 20 are stored"),
         (new_query(DIM), {}, "query has shape"),
         (new_query(1, 1, 4, DIM), {}, "query has shape"),
-        (new_query(1, 4, DIM).astype(np.float64), {}, "query have dtype float64, but float32"),
+        (
+            new_query(1, 4, DIM).astype(np.float64),
+            {},
+            "elements of query have dtype float64, but float32",
+        ),
         (new_query(2, 4, DIM)[::-1], {}, "not C-contiguous"),
         (new_query(1, 4, DIM), {"window": 0}, "window must be at least 1"),
         (new_query(1, 4, DIM), {"softcap": 0.0}, "softcap must be finite and above 0"),
         (new_query(1, 4, DIM), {"scale": float("nan")}, "scale must be finite"),
         (new_query(1, 4, DIM), {"window": 3, "causal": False}, "window must be left out"),
-        (new_query(1, 4, DIM), {"out": np.zeros((1, 4, DIM))}, "out have dtype float64"),
+        (
+            new_query(1, 4, DIM),
+            {"out": np.zeros((1, 4, DIM))},
+            "elements of out have dtype float64",
+        ),
         (new_query(1, 4, DIM), {"out": np.zeros((2, 4, DIM), np.float32)}, "64 elements"),
     ],
 )
@@ -526,7 +534,7 @@ def test_a_view_that_is_attended_to_is_the_callers():
 
 @pytest.mark.parametrize("num_threads", [0, -1, 2**70])
 def test_a_pool_has_at_least_one_thread(num_threads):
-    with pytest.raises(InvalidConfigError):
+    with pytest.raises(InvalidConfigError, match="num_threads must be"):
         kvspan.AttentionPool(num_threads)
 
 
