@@ -5,9 +5,9 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::slice::Chunks;
 
-use super::check;
 use super::lanes::Lanes;
 use super::task::TILE;
+use super::{check, reserve};
 use crate::dtype::{DType, Element};
 use crate::error::{KvError, Result};
 use crate::handle::{PagedSpan, TensorLike};
@@ -140,10 +140,8 @@ impl<'a> Context<'a> {
             }
         }
         // Some tensors may say that they have more than there can be.
-        let mut segments: Vec<Segment<'_>> = Vec::new();
-        let bytes = num_segments.saturating_mul(size_of::<Segment<'_>>());
-        let reserved = segments.try_reserve_exact(num_segments);
-        reserved.map_err(|_| KvError::OutOfMemory { bytes })?;
+        let mut segments = Vec::new();
+        reserve(&mut segments, num_segments)?;
         Ok(Self { dtype, num_heads, head_dim, segments, len: 0 })
     }
 

@@ -56,8 +56,8 @@ const SLICES: usize = 8;
 /// * [`KvError::NothingToAttend`] if there are no tokens; [`KvError::QueryTooLong`] if there are less
 ///   than query tokens, and attention is causal.
 /// * [`KvError::InvalidOption`] for a field that makes no sense.
-/// * [`KvError::OutOfMemory`] if there is none to compute in: less than a megabyte for each thread, if
-///   tokens are not larger than usual.
+/// * [`KvError::OutOfMemory`] if there is none to compute in: two megabytes for each thread, if tokens are
+///   not larger than usual.
 ///
 /// What is wrong with one of several sequences is a [`KvError::BatchEntry`], which says with which.
 ///
@@ -227,6 +227,8 @@ impl Attention {
         let (mut tasks, mut blocks, mut rest) = (Vec::new(), Vec::new(), out);
         for queries in queries {
             let at_most = SLICES.div_ceil(queries.len().max(1));
+            reserve(&mut blocks, queries.len())?;
+            reserve(&mut tasks, queries.len().saturating_mul(at_most))?;
             for query in queries {
                 let (own, others) = rest.split_at_mut(query.query.len());
                 rest = others;
@@ -331,8 +333,17 @@ fn about(index: usize, num_sequences: usize) -> impl Fn(KvError) -> KvError {
 /// `OutOfMemory`
 pub(crate) fn zeros(len: usize) -> Result<Vec<f32>> {
     let mut zeros = Vec::new();
-    let bytes = len.saturating_mul(size_of::<f32>());
-    zeros.try_reserve_exact(len).map_err(|_| KvError::OutOfMemory { bytes })?;
+    reserve(&mut zeros, len)?;
     zeros.resize(len, 0.0);
     Ok(zeros)
+}
+
+/// Makes room for so many more.
+///
+/// # Errors
+///
+/// `OutOfMemory`
+fn reserve<T>(items: &mut Vec<T>, additional: usize) -> Result<()> {
+    let bytes = additional.saturating_mul(size_of::<T>());
+    items.try_reserve(additional).map_err(|_| KvError::OutOfMemory { bytes })
 }

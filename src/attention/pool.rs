@@ -109,8 +109,8 @@ impl AttentionPool {
 
     /// Calls `compute` with each of `0..count`, lower ones first. An error of it ends the call.
     ///
-    /// `pause` is called between two of them, on the thread that makes the call; an error of it ends
-    /// the call too.
+    /// `pause` is called after each that is computed on the thread that makes the call; an error of it
+    /// ends the call too.
     pub(super) fn run<E: From<KvError>>(
         &self,
         count: usize,
@@ -139,8 +139,10 @@ impl AttentionPool {
             }
             Ok(())
         };
-        match (&self.threads, self.turn.try_lock()) {
-            (Some(threads), Some(_turn)) if count > 1 => threads.in_place_scope(|scope| {
+        // Not for one of them, which has no use for the threads.
+        let turn = if count > 1 { self.turn.try_lock() } else { None };
+        match (&self.threads, turn) {
+            (Some(threads), Some(_turn)) => threads.in_place_scope(|scope| {
                 for _ in 1..self.num_threads.min(count) {
                     scope.spawn(|_| while compute_one() {});
                 }
@@ -223,6 +225,21 @@ mod tests {
             end.wait();
             assert_eq!(long.join().unwrap(), Ok(()));
         });
+    }
+
+    #[test]
+    fn a_call_for_one_leaves_the_threads_to_others() {
+        let pool = AttentionPool::new(2).unwrap();
+        let one = |_| {
+            let both = Barrier::new(2);
+            // Each waits for the other, and so they are on two threads.
+            let meet = |_| {
+                both.wait();
+                Ok(())
+            };
+            pool.run(2, meet, || Ok(()))
+        };
+        assert_eq!(pool.run::<KvError>(1, one, || Ok(())), Ok(()));
     }
 
     #[test]

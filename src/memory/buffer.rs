@@ -189,7 +189,7 @@ impl Buffer {
         Ok(false)
     }
 
-    /// The address of `len` values, `offset` bytes in.
+    /// The address of `len` values, `offset` bytes in; of values without bytes, any that is aligned.
     #[inline]
     fn at<U>(&self, offset: usize, len: usize) -> NonNull<U> {
         if size_of::<U>() == 0 {
@@ -231,7 +231,7 @@ impl Buffer {
     unsafe fn slice<U: Pod>(&self, offset: usize, len: usize) -> &[U] {
         let values = self.at(offset, len);
         // SAFETY: `at` proved the range inside the allocation, whose bytes are always initialized
-        // and valid for `U`; the caller keeps writers away.
+        // and valid for `U`, or the values have no bytes; the caller keeps writers away.
         unsafe { NonNull::slice_from_raw_parts(values, len).as_ref() }
     }
 

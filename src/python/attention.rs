@@ -113,7 +113,7 @@ fn num_threads(object: &Bound<'_, PyAny>) -> PyResult<usize> {
 ///     The last token of the query is the last of the sequence, and each sees itself and what is before
 ///     it. Otherwise each sees all tokens.
 /// window : int, optional
-///     How many tokens each sees, itself included, if not all.
+///     How many tokens each sees, itself included, if not all; only if ``causal``.
 /// softcap : float, optional
 ///     Makes scores ``softcap * tanh(score / softcap)``.
 /// query_lens : sequence of int, optional
@@ -135,9 +135,15 @@ fn num_threads(object: &Bound<'_, PyAny>) -> PyResult<usize> {
 /// Raises
 /// ------
 /// InvalidInputError
-///     (a ValueError) If shapes or options do not fit, or if no tokens are stored; ``out`` is as it was.
+///     (a ValueError) If shapes or options do not fit, or if no tokens are stored.
+/// OutOfRangeError
+///     (an IndexError) If a sequence has less tokens than ``kv_lens`` says.
+/// OutOfMemoryError
+///     (a MemoryError) If there is none to compute in.
 /// NoStorageError, StaleHandleError, LayerOutOfRangeError, ReleasedError
 ///     If a handle or a span has nothing to read.
+///
+/// After any of them ``out`` is as it was.
 ///
 /// Examples
 /// --------

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::PyInt;
+use pyo3::types::{PyInt, PyIterator};
 
 use super::error::{InvalidInputError, LayerOutOfRangeError, OutOfRangeError};
 use crate::error::{KvError, Result};
@@ -98,6 +98,10 @@ impl<'py> FromPyObject<'_, 'py> for Seconds {
 
 /// The elements of an array or any other iterable of integers.
 pub(super) fn positions_of(positions: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
+    positions_in(&positions.try_iter()?)
+}
+
+fn positions_in(positions: &Bound<'_, PyIterator>) -> PyResult<Vec<usize>> {
     let py = positions.py();
     let mut numbers = Vec::new();
     for (index, token) in positions.try_iter()?.enumerate() {
@@ -147,10 +151,15 @@ impl<'py> FromPyObject<'_, 'py> for Numbers {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        if object.is_instance_of::<PyInt>() || object.try_iter().is_err() {
-            return object.extract().map(|NumTokens(number)| Self::All(number));
+        let all = || object.extract().map(|NumTokens(number)| Self::All(number));
+        if object.is_instance_of::<PyInt>() {
+            return all();
         }
-        positions_of(&object).map(Self::Each)
+        match object.try_iter() {
+            Ok(positions) => positions_in(&positions).map(Self::Each),
+            Err(error) if error.is_instance_of::<PyTypeError>(object.py()) => all(),
+            Err(error) => Err(error),
+        }
     }
 }
 

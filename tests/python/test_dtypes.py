@@ -1,6 +1,7 @@
 """Every element type: what goes in, what comes out, and what is refused."""
 
 import array
+import builtins
 import copy
 import gc
 import json
@@ -21,7 +22,7 @@ from kvspan.errors import (
     PinnedError,
 )
 from rounding import BFLOAT16, DTYPES, ml_dtypes, quantized, rounded
-from support import DIM, HEADS, WIDTH, address, refused, run_python, tokens
+from support import DIM, HEADS, WIDTH, address, isolated, refused, run_python, tokens
 
 FLOATS = ["float32", "float16", "bfloat16"]
 
@@ -476,3 +477,44 @@ def test_errors_of_real_tokens_are_those_of_the_reference(name, called, side, la
     relative = np.sqrt((error**2).mean() / (given.astype(np.float64) ** 2).mean())
     assert np.abs(error).max() == pytest.approx(wanted["max_abs"], abs=6e-6)
     assert relative == pytest.approx(wanted["rel_rms"], abs=6e-7)
+
+
+def on_import_of_ml_dtypes(monkeypatch, action):
+    real = builtins.__import__
+
+    def hooked(name, *args, **kwargs):
+        if name == "ml_dtypes":
+            action()
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", hooked)
+
+
+@isolated  # the package is imported once in a process
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_room_that_shrinks_while_its_dtype_is_found_out_is_refused():
+    cache = new_cache("bfloat16")
+    cache.append(*(np.ones((2, HEADS, DIM), np.float32) for _ in "kv"))
+    memory = np.zeros(4 * WIDTH, BFLOAT16)
+    room = memory[: 2 * WIDTH]
+
+    def shrink():
+        room.dtype = np.uint8
+        room.shape = (2, HEADS, DIM, 2)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        on_import_of_ml_dtypes(monkeypatch, shrink)
+        with pytest.raises(InvalidInputError, match="uint8"):
+            cache.read_range_into(0, 2, room, np.zeros(2 * WIDTH, BFLOAT16))
+    assert not memory.view(np.uint16).any()
+
+
+@isolated
+def test_keys_that_shrink_while_the_dtype_of_the_values_is_found_out_are_refused():
+    cache = new_cache("bfloat16")
+    keys = np.ones((4, HEADS, DIM), np.float32)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        on_import_of_ml_dtypes(monkeypatch, lambda: keys.resize((1, 1), refcheck=False))
+        with pytest.raises(InvalidInputError, match="shape"):
+            cache.append(keys, np.ones((4, HEADS, DIM), BFLOAT16))
+    assert len(cache) == 0

@@ -60,15 +60,22 @@ fn descr(py: Python<'_>, dtype: DType) -> PyResult<Bound<'_, PyArrayDescr>> {
     }
 }
 
-/// NumPy has no bfloat16 of its own.
+static BFLOAT16: PyOnceLock<Py<PyArrayDescr>> = PyOnceLock::new();
+
+/// NumPy has no bfloat16 of its own. The first time, a package is imported, which runs Python code.
 pub(super) fn bfloat16(py: Python<'_>) -> PyResult<&Bound<'_, PyArrayDescr>> {
-    static DESCR: PyOnceLock<Py<PyArrayDescr>> = PyOnceLock::new();
-    let descr = DESCR.get_or_try_init(py, || {
+    let descr = BFLOAT16.get_or_try_init(py, || {
         let scalar =
             py.import("ml_dtypes").map_err(|error| missing(py, error))?.getattr("bfloat16")?;
         PyArrayDescr::new(py, scalar).map(Bound::unbind)
     });
     descr.map(|descr| descr.bind(py))
+}
+
+/// The same if it was needed before.
+#[inline]
+pub(super) fn known_bfloat16(py: Python<'_>) -> Option<&Bound<'_, PyArrayDescr>> {
+    BFLOAT16.get(py).map(|descr| descr.bind(py))
 }
 
 fn missing(py: Python<'_>, error: PyErr) -> PyErr {

@@ -15,7 +15,7 @@ use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyException, PyTypeError};
 use pyo3::prelude::*;
 
-use super::array::bfloat16;
+use super::array::{bfloat16, known_bfloat16};
 use super::dlpack::{Found, Imported};
 use super::memoryview::{Shown, native};
 use crate::dtype::{DType, Element, bf16, f16};
@@ -166,7 +166,10 @@ impl<'a, 'py> Opened<'a, 'py> {
     #[inline]
     pub(in crate::python) fn new(object: &'a Bound<'py, PyAny>, wanted: Wanted) -> PyResult<Self> {
         let owner = match object.cast::<PyUntypedArray>() {
-            Ok(array) => Owner::Caller(array),
+            Ok(array) => {
+                wanted.meet(array);
+                Owner::Caller(array)
+            }
             Err(_) => Owner::of_other(object, &wanted)?,
         };
         Ok(Self { owner, wanted })
@@ -231,6 +234,8 @@ impl<'a, 'py> Foreign<'a, 'py> {
     ) -> PyResult<(Self, Self)> {
         let [first, second] = objects;
         if let (Ok(first), Ok(second)) = (first.cast(), second.cast()) {
+            wanted[0].meet(first);
+            wanted[1].meet(second);
             return Ok((Self::of_array(first, &wanted[0])?, Self::of_array(second, &wanted[1])?));
         }
         Self::other_pair(objects, wanted)
@@ -325,18 +330,34 @@ impl Wanted {
         dtype.filter(|&dtype| dtype == DType::F32 || dtype == self.dtype && !dtype.has_scales())
     }
 
-    /// Where the elements of an array are, and how many.
+    /// Does what an array could need before it is looked at, since it may run Python code.
+    #[inline(always)]
+    fn meet(&self, array: &Bound<'_, PyUntypedArray>) {
+        if self.dtype == DType::BF16 && known_bfloat16(array.py()).is_none() {
+            Self::meet_bfloat16(array);
+        }
+    }
+
+    #[cold]
+    fn meet_bfloat16(array: &Bound<'_, PyUntypedArray>) {
+        if array.dtype().char() == BFLOAT16_LETTER {
+            // If there is none, then the array is of another type with that letter.
+            let _ = bfloat16(array.py());
+        }
+    }
+
+    /// Where the elements of an array are, and how many. Runs no Python code.
     #[inline(always)]
     fn in_array(&self, array: &Bound<'_, PyUntypedArray>) -> PyResult<Memory> {
         // SAFETY: `array` is an array object, whose fields may be read while attached.
         let fields = unsafe { &(*array.as_array_ptr()).fields };
-        // SAFETY: every array has a dtype object. Without a reference of its own, for with the stable
-        // ABI each is two calls.
+        // SAFETY: every array has a dtype object, and keeps it up to the last use here, before which no
+        // Python code runs. Without a reference of its own, for with the stable ABI each is two calls.
         let descr = unsafe { Borrowed::from_ptr(array.py(), fields.descr.cast()) };
         // SAFETY: likewise.
         let descr = unsafe { descr.cast_unchecked::<PyArrayDescr>() };
         let Some(dtype) = self.element_type(of_descr(&descr)) else {
-            return Err(self.wrong_dtype_object(&descr));
+            return Err(self.wrong_dtype_object(&descr.to_owned()));
         };
         if !array.is_c_contiguous() {
             return Err(self.not_contiguous(array.strides()));
@@ -509,6 +530,9 @@ impl Wanted {
     }
 }
 
+/// What NumPy calls the type of `ml_dtypes.bfloat16`.
+const BFLOAT16_LETTER: u8 = b'E';
+
 /// The element type that a dtype of NumPy is, if it is one of a cache.
 #[inline]
 fn of_descr(descr: &Bound<'_, PyArrayDescr>) -> Option<DType> {
@@ -517,7 +541,11 @@ fn of_descr(descr: &Bound<'_, PyArrayDescr>) -> Option<DType> {
         b'f' => DType::F32,
         b'e' => DType::F16,
         // Of `ml_dtypes`, or of somebody else who has taken the letter.
-        b'E' if bfloat16(descr.py()).is_ok_and(|bf16| bf16.num() == descr.num()) => DType::BF16,
+        BFLOAT16_LETTER
+            if known_bfloat16(descr.py()).is_some_and(|bf16| bf16.num() == descr.num()) =>
+        {
+            DType::BF16
+        }
         _ => return None,
     };
     (descr.is_native_byteorder() == Some(true)).then_some(dtype)
