@@ -212,16 +212,20 @@ address_job() {
 # The second flag allows to link the standard library, which is not instrumented.
 THREAD_FLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer"
 THREAD_REPORT="ThreadSanitizer: data race"
-THREAD_OPTIONS="suppressions=$PWD/$HERE/tsan.supp print_suppressions=1"
+
+thread_options() { # SUPPRESSIONS
+  export TSAN_OPTIONS="$OPTIONS suppressions=$PWD/$HERE/$1 print_suppressions=1"
+}
 
 thread_job() {
   local symbol=__tsan_init
-  export TSAN_OPTIONS="$OPTIONS $THREAD_OPTIONS"
+  thread_options tsan.supp
   echo "== ThreadSanitizer on the Rust stress test of layer caches"
   must_find thread "$THREAD_FLAGS" $symbol stress unordered-length "$THREAD_REPORT"
   must_pass thread "$THREAD_FLAGS" $symbol stress "$TSAN_OPS"
   echo "== ThreadSanitizer on the Rust stress test of blocks"
-  # Threads of a pool sleep under locks of the standard library, whose slow ways are not seen.
+  # Threads of a pool sleep under locks of the standard library, whose slow ways are not seen. So what
+  # the threads of a pool share is watched by AddressSanitizer alone.
   export KVSPAN_STRESS_POOL=1
   must_find thread "$THREAD_FLAGS" $symbol stress_blocks unordered-unpin "$THREAD_REPORT"
   must_pass thread "$THREAD_FLAGS" $symbol stress_blocks "$((TSAN_OPS / BLOCKS_SHARE))"
@@ -238,7 +242,7 @@ run_python() { # TREE OPERATIONS
 
 python_job() {
   echo "== ThreadSanitizer on the extension in CPython"
-  export TSAN_OPTIONS="$OPTIONS $THREAD_OPTIONS"
+  thread_options tsan-python.supp
   build_package python unowned-array "$THREAD_FLAGS"
   run_python unowned-array "$PLANTED_OPS"
   must_report "$THREAD_REPORT"
