@@ -421,7 +421,7 @@ pub enum KvError {
     },
 
     /// There are no tokens to attend to.
-    #[error("there is nothing to attend to: no tokens are stored")]
+    #[error("there is nothing to attend to: the sequence has no tokens")]
     NothingToAttend,
 
     /// The last tokens of a sequence can not be more than the sequence has.
