@@ -194,6 +194,17 @@ fn a_committed_block_that_is_overwritten_can_not_be_found() {
 }
 
 #[test]
+fn tokens_of_a_block_that_is_not_full_stay_committed_when_it_is_written() {
+    let manager = manager(8);
+    let mut handle = start(&manager, &[1, 2, 3, 4, 5, 6]);
+    write(&manager, &mut handle, 0, 4, &[0.5, 0.5]).unwrap();
+    manager.prepare_write(&mut handle, 4, 6).unwrap();
+    assert_eq!(handle.num_committed_tokens(), 6);
+    let refused = KvError::RangeOutOfBounds { start: 6, end: 8, len: 6 };
+    assert_eq!(manager.commit(&mut handle, &[5, 6]), Err(refused));
+}
+
+#[test]
 fn a_write_of_no_tokens_changes_nothing() {
     let manager = manager(8);
     let tokens = (0..9).collect::<Vec<_>>();

@@ -371,8 +371,9 @@ impl<T: Element> KvCacheManager<T> {
     /// Writes keys and values of one or more tokens of a sequence in one layer.
     ///
     /// A block that other sequences have, or of which a view is alive in the way, is copied first. A
-    /// committed block can not be found any more, and neither it nor what follows is committed: commit
-    /// those tokens again.
+    /// committed block, which is a full one, can not be found any more, and neither it nor what follows
+    /// is committed: commit those tokens again. Tokens that were committed in a block that is not full
+    /// yet stay committed.
     ///
     /// # Errors
     ///
@@ -460,8 +461,8 @@ impl<T: Element> KvCacheManager<T> {
     /// Whoever keeps the content [elsewhere](Storage::Elsewhere) calls this before each write to slots
     /// of the sequence, and makes the copies: other sequences have the same slots after a
     /// [`fork`](Self::fork), even those that were made room for before it, and what is committed must
-    /// not change. As with a write, a committed block can not be found any more, and what follows it
-    /// has to be committed again. It holds until the sequence is forked or those tokens are committed.
+    /// not change. As with a write, a committed block can not be found any more, and neither it nor what
+    /// follows is committed. It holds until the sequence is forked or those tokens are committed.
     ///
     /// # Errors
     ///

@@ -563,6 +563,14 @@ def test_a_write_to_a_committed_block_has_it_committed_again(manager):
     assert manager.probe(PROMPT) == 8
 
 
+def test_a_write_to_a_block_that_is_not_full_leaves_its_tokens_committed(manager):
+    handle = start(manager, PROMPT)
+    manager.write(handle, 0, 8, *rows_of([77, 78]))
+    assert handle.num_committed_tokens == len(PROMPT)
+    with pytest.raises(OutOfRangeError):
+        manager.commit(handle, PROMPT[8:])
+
+
 # Freeing
 
 

@@ -313,8 +313,9 @@ impl PyKvCacheManager {
     /// Writes keys and values of one or more tokens of a sequence in one layer.
     ///
     /// The tokens must be there: ``extend`` makes room for more. A block that other sequences have, or
-    /// that a view pins there, is copied first. What was committed from that block on has to be
-    /// committed again.
+    /// that a view pins there, is copied first. A committed block, which is a full one, can not be found
+    /// any more, and neither it nor what follows is committed: commit those tokens again. Tokens that
+    /// were committed in a block that is not full yet stay committed.
     ///
     /// Raises InvalidInputError, LayerOutOfRangeError, OutOfRangeError past the length,
     /// OutOfBlocksError if there is no block for a copy, or NoStorageError.
@@ -368,9 +369,9 @@ impl PyKvCacheManager {
     ///
     /// Whoever keeps the content elsewhere (``storage=False``) calls this before each write to slots of
     /// the sequence, and makes the copies: other sequences have the same slots after a ``fork``, even
-    /// those that were made room for before it. As with ``write``, what was committed from the first
-    /// such block on has to be committed again. It holds until the sequence is forked or those tokens
-    /// are committed.
+    /// those that were made room for before it. As with ``write``, a committed block can not be found
+    /// any more, and neither it nor what follows is committed. It holds until the sequence is forked or
+    /// those tokens are committed.
     ///
     /// Raises OutOfRangeError past the length, and OutOfBlocksError if there are too few blocks.
     fn prepare_write(
