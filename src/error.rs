@@ -333,19 +333,19 @@ pub enum KvError {
         cache_id: String,
     },
 
-    /// A handle belongs to another cache.
-    #[error("the handle {cache_id} belongs to another cache")]
+    /// A handle belongs to another manager.
+    #[error("the handle {cache_id} belongs to another manager")]
     ForeignHandle {
         /// What the handle is called.
         cache_id: String,
     },
 
     /// Keys were made for blocks of another size.
-    #[error("the keys are of blocks of {given} tokens, but the cache has blocks of {wanted}")]
+    #[error("the keys are of blocks of {given} tokens, but the manager has blocks of {wanted}")]
     BlockSizeMismatch {
         /// Tokens of a block of the keys.
         given: usize,
-        /// Tokens of a block of the cache.
+        /// Tokens of a block of the manager.
         wanted: usize,
     },
 
@@ -370,21 +370,33 @@ pub enum KvError {
         request_id: String,
     },
 
+    /// More tokens are to be committed than the sequence has.
+    #[error(
+        "tokens {}..{} can not be committed: the sequence has {len}; make room with extend first",
+        .range.start, .range.end
+    )]
+    NoRoomToCommit {
+        /// The tokens that would have been committed.
+        range: Range<usize>,
+        /// Tokens of the sequence.
+        len: usize,
+    },
+
     /// A token that is to be committed is another one than the sequence began with.
-    #[error("token {token} is not the one that the sequence was allocated with")]
+    #[error("the token at position {token} is not the one that the sequence was allocated with")]
     TokenMismatch {
-        /// Position of the token.
+        /// Position of the token in the sequence.
         token: usize,
     },
 
-    /// The cache keeps count of blocks only, and has no memory for their content.
-    #[error("the cache has no storage: it keeps count of blocks alone")]
+    /// The manager keeps count of blocks only, and has no memory for their content.
+    #[error("the manager has no storage: it keeps count of blocks alone")]
     NoStorage,
 
     /// A block would have to be copied elsewhere, of which nobody would learn.
     #[error(
-        "block {block} has to be copied where its content is, since the cache has no storage, but the \
-         call does not report copies"
+        "block {block} has to be copied where its content is, since the manager has no storage, but \
+         the call does not report copies"
     )]
     UnreportedCopy {
         /// The block id.

@@ -178,7 +178,7 @@ fn keys_of_blocks_of_another_size_are_refused() {
     let error = KvError::BlockSizeMismatch { given: 5, wanted: BLOCK_SIZE };
     assert_eq!(
         error.to_string(),
-        "the keys are of blocks of 5 tokens, but the cache has blocks of 4"
+        "the keys are of blocks of 5 tokens, but the manager has blocks of 4"
     );
     assert_eq!(manager.probe_keyed(&chain), Err(error.clone()));
     assert_eq!(manager.allocate_keyed(KeyedRequest::new(Arc::clone(&chain))).unwrap_err(), error);
@@ -305,7 +305,7 @@ fn tokens_are_committed_for_all_or_for_none() {
     let wrong = entry(1, KvError::TokenMismatch { token: 2 });
     let commit = |handles: &mut [&mut _]| manager.commit_many(handles, &[&[1; 5], &[2, 2, 3]]);
     refuses(&manager, &mut handles, commit, &wrong);
-    let far = entry(1, KvError::RangeOutOfBounds { start: 0, end: 6, len: 5 });
+    let far = entry(1, KvError::NoRoomToCommit { range: 0..6, len: 5 });
     let commit = |handles: &mut [&mut _]| manager.commit_many(handles, &[&[1; 5], &[2; 6]]);
     refuses(&manager, &mut handles, commit, &far);
     let count = KvError::CountMismatch { what: "lists of tokens", given: 1, wanted: 2 };

@@ -59,7 +59,7 @@ fn a_prompt_can_be_committed_in_chunks_and_only_with_its_own_tokens() {
     assert_eq!(manager.stats().num_committed, 1);
     let wrong = KvError::TokenMismatch { token: 6 };
     refuses(&manager, || manager.commit(&mut handle, &[6, 9]), &wrong);
-    let too_many = KvError::RangeOutOfBounds { start: 5, end: 10, len: 9 };
+    let too_many = KvError::NoRoomToCommit { range: 5..10, len: 9 };
     refuses(&manager, || manager.commit(&mut handle, &[6, 7, 8, 9, 10]), &too_many);
     manager.commit(&mut handle, &tokens[5..]).unwrap();
     assert_eq!(manager.stats().num_committed, 2);
@@ -614,22 +614,26 @@ fn the_errors_read_well() {
             KvError::StaleHandle { cache_id: name() },
             "the handle a is stale: its sequence was freed",
         ),
-        (KvError::ForeignHandle { cache_id: name() }, "the handle a belongs to another cache"),
+        (KvError::ForeignHandle { cache_id: name() }, "the handle a belongs to another manager"),
         (KvError::RequestExists { request_id: name() }, "there is a live request \"a\" already"),
         (KvError::UnknownRequest { request_id: name() }, "there is no live request \"a\""),
         (
             KvError::TokenMismatch { token: 3 },
-            "token 3 is not the one that the sequence was allocated with",
+            "the token at position 3 is not the one that the sequence was allocated with",
+        ),
+        (
+            KvError::NoRoomToCommit { range: 2..5, len: 3 },
+            "tokens 2..5 can not be committed: the sequence has 3; make room with extend first",
         ),
         (
             KvError::LastEpoch { epoch: u64::MAX },
             "the epoch is 18446744073709551615, and can not be raised",
         ),
-        (KvError::NoStorage, "the cache has no storage: it keeps count of blocks alone"),
+        (KvError::NoStorage, "the manager has no storage: it keeps count of blocks alone"),
         (
             KvError::UnreportedCopy { block: 3 },
-            "block 3 has to be copied where its content is, since the cache has no storage, but the \
-             call does not report copies",
+            "block 3 has to be copied where its content is, since the manager has no storage, but \
+             the call does not report copies",
         ),
     ] {
         assert_eq!(error.to_string(), text);

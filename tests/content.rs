@@ -200,7 +200,7 @@ fn tokens_of_a_block_that_is_not_full_stay_committed_when_it_is_written() {
     write(&manager, &mut handle, 0, 4, &[0.5, 0.5]).unwrap();
     manager.prepare_write(&mut handle, 4, 6).unwrap();
     assert_eq!(handle.num_committed_tokens(), 6);
-    let refused = KvError::RangeOutOfBounds { start: 6, end: 8, len: 6 };
+    let refused = KvError::NoRoomToCommit { range: 6..8, len: 6 };
     assert_eq!(manager.commit(&mut handle, &[5, 6]), Err(refused));
 }
 

@@ -339,6 +339,7 @@ fn allowed<R>(result: Result<R>) -> Option<R> {
             | KvError::UnknownRequest { .. }
             | KvError::BlocksInUse { .. }
             | KvError::RangeOutOfBounds { .. }
+            | KvError::NoRoomToCommit { .. }
             | KvError::TokenMismatch { .. }
             | KvError::NothingToAttend
             // By a sequence that shares it, with tokens of its own.

@@ -164,8 +164,8 @@ def pool_as_html(manager: KvCacheManager) -> str:
     content = "none, bookkeeping alone"
     if manager.has_storage:
         content = (
-            f"{manager.nbytes:,} bytes: {manager.num_layers:,} layers, {manager.num_kv_heads:,} KV heads "
-            f"of {manager.head_dim:,}, {manager.dtype}"
+            f"{manager.nbytes:,} bytes: {counted(manager.num_layers, 'layer')}, "
+            f"{counted(manager.num_kv_heads, 'KV head')} of {manager.head_dim:,}, {manager.dtype}"
         )
     rows = [
         ("blocks", f"{stats.num_blocks:,} of {manager.block_size:,} tokens"),
@@ -184,6 +184,10 @@ def pool_as_html(manager: KvCacheManager) -> str:
         f'<div style="display: flex; width: 24em; height: 0.8em; border: 1px solid grey">{bar}</div>'
         f"<table>{table}</table></div>"
     )
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 # Hit rates

@@ -567,7 +567,7 @@ impl<T: Element> KvCacheManager<T> {
     ///
     /// # Errors
     ///
-    /// [`KvError::RangeOutOfBounds`] if the sequence has no room for as many tokens;
+    /// [`KvError::NoRoomToCommit`] if the sequence has no room for as many tokens;
     /// [`KvError::TokenMismatch`] if it was allocated with other ones; [`KvError::WrongBlockState`] if
     /// a sequence that shares the block has committed it with other tokens.
     pub fn commit(&self, handle: &mut PagedKvCacheHandle<T>, tokens: &[u32]) -> Result<()> {

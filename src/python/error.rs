@@ -1,5 +1,7 @@
 //! From [`KvError`] to the exceptions of `kvspan.errors`.
 
+use std::ops::Range;
+
 use pyo3::PyTypeInfo;
 use pyo3::prelude::*;
 
@@ -93,7 +95,8 @@ fn to_python(error: &KvError, message: String) -> PyErr {
             OutOfRangeError::new_err((message, *token, token.saturating_add(1), *len))
         }
         KvError::InvertedRange { start, end } => OutOfRangeError::new_err((message, *start, *end)),
-        KvError::RangeOutOfBounds { start, end, len } => {
+        KvError::RangeOutOfBounds { start, end, len }
+        | KvError::NoRoomToCommit { range: Range { start, end }, len } => {
             OutOfRangeError::new_err((message, *start, *end, *len))
         }
         KvError::Pinned { range, pins } => {
@@ -137,7 +140,10 @@ fn to_python(error: &KvError, message: String) -> PyErr {
             UnknownRequestError::new_err((message, request_id.clone()))
         }
         KvError::TokenMismatch { token } => TokenMismatchError::new_err((message, *token)),
-        KvError::NoStorage | KvError::UnreportedCopy { .. } => NoStorageError::new_err((message,)),
+        KvError::NoStorage => NoStorageError::new_err((message,)),
+        KvError::UnreportedCopy { .. } => NoStorageError::new_err((format!(
+            "{message}: pass copies=[], a list to append them to"
+        ),)),
         KvError::NoThreads { num_threads } => NoThreadsError::new_err((message, *num_threads)),
         KvError::Corrupted { what, recorded, counted } => {
             CorruptedError::new_err((message, *what, *recorded, *counted))

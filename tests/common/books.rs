@@ -464,7 +464,7 @@ impl Books {
             let (start, len) = (committed.committed, committed.len());
             let end = start + tokens.len();
             if end > len {
-                return Err((place, KvError::RangeOutOfBounds { start, end, len }));
+                return Err((place, KvError::NoRoomToCommit { range: start..end, len }));
             }
             for (token, &given) in (start..).zip(tokens) {
                 match committed.name.tokens.get(token) {

@@ -228,7 +228,7 @@ def test_what_belongs_into_keys_is_refused_beside_them(manager):
     other = new_manager(8, block_size=8)
     for call in (other.allocate, other.probe, lambda chain: other.allocate_many([chain])):
         raised = refused(other, InvalidInputError, call, chain)
-        assert "the keys are of blocks of 4 tokens, but the cache has blocks of 8" in str(raised)
+        assert "the keys are of blocks of 4 tokens, but the manager has blocks of 8" in str(raised)
 
 
 def test_without_prefix_caching_keys_find_nothing():
@@ -300,8 +300,8 @@ def test_without_storage_no_copy_goes_unreported():
     handles = [other, manager.fork(first), first]
     raised = refused_alike(manager, handles, NoStorageError, manager.extend_many, handles)
     assert str(raised) == (
-        f"block {blocks(first)[2]} has to be copied where its content is, since the cache has no "
-        "storage, but the call does not report copies"
+        f"block {blocks(first)[2]} has to be copied where its content is, since the manager has no "
+        "storage, but the call does not report copies: pass copies=[], a list to append them to"
     )
     copies = []
     manager.extend_many(handles, copies=copies)
@@ -355,7 +355,7 @@ def test_what_is_committed_together_is_found_and_merged(manager):
 def test_tokens_that_do_not_fit_one_are_committed_for_none(manager, handles):
     call = manager.commit_many
     raised = refused_alike(manager, handles, OutOfRangeError, call, handles, [[1], [6, 7], [10]])
-    assert str(raised).startswith("entry 1 of the batch: the range 0..2 is out of bounds")
+    assert str(raised).startswith("entry 1 of the batch: tokens 0..2 can not be committed")
     raised = refused_alike(manager, handles, TokenMismatchError, call, handles, [[1], [7], [10]])
     assert raised.token == 0
     fork = manager.fork(handles[0])

@@ -201,8 +201,10 @@ def test_notebook_shows_states_and_numbers(used):
         "sequences": "5",
         "hits": "0 of 8 tokens (0.0%)",
         "evictions, copies": "0, 0",
-        "storage": f"{manager.nbytes:,} bytes: 1 layers, 1 KV heads of 1, float32",
+        "storage": f"{manager.nbytes:,} bytes: 1 layer, 1 KV head of 1, float32",
     }
+    of_more = kvspan.KvCacheManager(1, num_layers=2, num_kv_heads=3, head_dim=4)
+    assert "2 layers, 3 KV heads of 4, float32" in of_more._repr_html_()
 
 
 def test_notebook_says_that_there_is_no_storage():

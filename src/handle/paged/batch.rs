@@ -227,7 +227,7 @@ impl<T: Element> PagedKvCacheHandle<T> {
         let (start, len) = (self.num_committed_tokens, self.num_tokens);
         let end = start.saturating_add(tokens.len());
         if end > len {
-            return Err(KvError::RangeOutOfBounds { start, end, len });
+            return Err(KvError::NoRoomToCommit { range: start..end, len });
         }
         let known = self.known.tokens().get(start..).unwrap_or_default();
         let len = known.len().min(tokens.len());

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use super::keys::GivenPrompt;
-use super::options::{ExtraKeys, Options, TextOrBytes, cache_salt, lora_id};
+use super::options::{ExtraKeys, Options, TextOrBytes, cache_salt, lora_id, request_id};
 use super::paged::{Given, GivenMany, PyPagedKvCacheHandle};
 use super::report::{PyBlockCopy, PyInspection, PyLeakReport, PyManagerStats};
 use super::span::PyPagedSpan;
@@ -202,7 +202,7 @@ impl PyKvCacheManager {
     fn allocate(
         slf: &Bound<'_, Self>,
         tokens: GivenPrompt,
-        request_id: Option<&str>,
+        #[pyo3(from_py_with = request_id)] request_id: Option<&str>,
         #[pyo3(from_py_with = cache_salt)] cache_salt: Option<&str>,
         #[pyo3(from_py_with = lora_id)] lora_id: Option<&str>,
         extra_keys: Option<ExtraKeys>,
@@ -283,7 +283,7 @@ impl PyKvCacheManager {
     fn fork(
         slf: &Bound<'_, Self>,
         handle: Given<'_>,
-        request_id: Option<&str>,
+        #[pyo3(from_py_with = request_id)] request_id: Option<&str>,
     ) -> PyResult<PyPagedKvCacheHandle> {
         let manager = slf.get().core()?;
         let fork =

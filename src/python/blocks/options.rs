@@ -27,14 +27,19 @@ impl<'py> FromPyObject<'_, 'py> for TextOrBytes {
     }
 }
 
+/// The name of a request is text, if there is one.
+pub(super) fn request_id<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Option<&'a str>> {
+    object.extract().map_err(|error| no_text("request_id", object, error, ""))
+}
+
 /// A salt is text, if there is one.
 pub(super) fn cache_salt<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Option<&'a str>> {
-    object.extract().map_err(|error| no_text(object, error, ""))
+    object.extract().map_err(|error| no_text("cache_salt", object, error, ""))
 }
 
 /// An adapter is named by text, if there is one.
 pub(super) fn lora_id<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Option<&'a str>> {
-    object.extract().map_err(|error| no_text(object, error, lora_id_hint(object)))
+    object.extract().map_err(|error| no_text("lora_id", object, error, lora_id_hint(object)))
 }
 
 /// What to do with the number of an adapter.
@@ -42,11 +47,11 @@ pub(super) fn lora_id_hint(object: &Bound<'_, PyAny>) -> &'static str {
     if object.is_instance_of::<PyInt>() { ": pass str(id)" } else { "" }
 }
 
-fn no_text(object: &Bound<'_, PyAny>, error: PyErr, hint: &str) -> PyErr {
+fn no_text(name: &str, object: &Bound<'_, PyAny>, error: PyErr, hint: &str) -> PyErr {
     if !error.is_instance_of::<PyTypeError>(object.py()) {
         return error;
     }
-    PyTypeError::new_err(format!("a str is wanted, not {}{hint}", type_name(object)))
+    PyTypeError::new_err(format!("{name} must be str or None, not {}{hint}", type_name(object)))
 }
 
 /// The index of a block and its keys, for some blocks in ascending order.

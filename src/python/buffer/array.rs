@@ -84,8 +84,8 @@ fn missing(py: Python<'_>, error: PyErr) -> PyErr {
     }
     let error_for_caller = PyImportError::new_err(
         "NumPy arrays of bfloat16 need the package ml_dtypes: install it (pip install ml_dtypes), \
-         take the tokens through key_view and value_view (DLPack, or a buffer of uint16), or read \
-         them into float32 arrays with read_range_into",
+         reach the rows through key_view and value_view (DLPack, or a buffer of uint16), or use \
+         float32 arrays: append and write round them, read_range_into fills them",
     );
     error_for_caller.set_cause(py, Some(error));
     error_for_caller
