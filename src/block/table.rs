@@ -16,15 +16,16 @@ use crate::ids::BlockId;
 ///
 /// # Invariants
 ///
-/// The fields are public because those of the original are. The methods keep them in order: no block
-/// is in the table twice, both lists name the same blocks, and the length is within the capacity.
-/// Someone who writes to the fields may break that; no method panics then, and
+/// The fields are public because those of the type it is made after are (see Source). The methods keep
+/// them in order: no block is in the table twice, both lists name the same blocks, and the length is
+/// within the capacity. Someone who writes to the fields may break that; no method panics then, and
 /// [`validate`](Self::validate) says what is wrong.
 ///
 /// # Source
 ///
-/// The API is that of the `BlockTable` in the crate `ferrum-interfaces`, which leaves the meaning of
-/// its two lists open. Here both have one meaning.
+/// The API is that of the `BlockTable` in the crate `ferrum-interfaces`, the traits and types of the
+/// inference engine Ferrum, which leaves the meaning of its two lists open. Here both have one
+/// meaning.
 ///
 /// # Examples
 ///

@@ -33,7 +33,8 @@ use crate::error::Result;
 ///
 /// # Source
 ///
-/// The trait of the same name in the crate `ferrum-interfaces`, which leaves most of this open.
+/// The trait of the same name in the crate `ferrum-interfaces`, the traits and types of the inference
+/// engine Ferrum, which leaves most of this open.
 ///
 /// # Examples
 ///

@@ -46,6 +46,10 @@ pub trait TensorLike: Send + Sync + fmt::Debug {
     fn num_segments(&self) -> usize;
 
     /// Returns the bytes of a segment: some whole tokens, in C order. `None` past the last one.
+    ///
+    /// They must begin at a multiple of the alignment of the [element type](Self::dtype), which is its
+    /// [size](DType::itemsize): from elsewhere, `segment_as` has no elements,
+    /// and attention fails with [`KvError::ShapeMismatch`](crate::KvError::ShapeMismatch).
     fn segment(&self, index: usize) -> Option<&[u8]>;
 
     /// Returns what the heads of a segment are multiplied by, `[tokens, num_kv_heads]`; `None` past

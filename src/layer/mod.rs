@@ -77,7 +77,7 @@ use crate::memory::{Deadline, Patience, RowWrite, Rows, Source, Target};
 ///
 /// # Source
 ///
-/// The API is that of the `LayerKvCache` in the crate `ghostlink-core`; pins, reservations and the
+/// The API is that of the `LayerKvCache` in the crate `ghostlink-core`, a runtime for distributed inference; pins, reservations and the
 /// threading contract are this crate's own.
 ///
 /// # Examples

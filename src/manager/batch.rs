@@ -170,6 +170,10 @@ impl<T: Element> KvCacheManager<T> {
 
     /// Returns which blocks each sequence has, those of a lookahead included.
     ///
+    /// Ask again after a [commit](Self::commit), which may give a full block back for an equal one,
+    /// unless [duplicates](crate::KvCacheManagerConfig::duplicates) are kept, and after a
+    /// [write](Self::write) or [`prepare_write`](Self::prepare_write), which may copy a block.
+    ///
     /// # Errors
     ///
     /// Those of the [manager](Self).

@@ -563,7 +563,8 @@ impl<T: Element> KvCacheManager<T> {
     /// written in all layers. The blocks that are full can be found from now on.
     ///
     /// A block that has the same content as another one is given back, and the sequence shares the
-    /// other, unless [duplicates](KvCacheManagerConfig::duplicates) are kept.
+    /// other, so that its block table and its slots change, unless
+    /// [duplicates](KvCacheManagerConfig::duplicates) are [kept](Duplicates::Keep).
     ///
     /// # Errors
     ///

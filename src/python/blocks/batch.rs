@@ -154,6 +154,10 @@ impl PyKvCacheManager {
 
     /// Returns which blocks each sequence has: a new array of int32 [sequences, blocks of the one that
     /// has most], with 0, the null block, where a sequence has no more.
+    ///
+    /// Ask again after a commit: a full block may then have been given back for an equal one, so that
+    /// a row changes (never with ``merge_duplicates=False``), and also after a write or
+    /// ``prepare_write``, which may copy a block.
     fn block_tables<'py>(
         &self,
         py: Python<'py>,

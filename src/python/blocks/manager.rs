@@ -64,7 +64,8 @@ use crate::python::patience::is_long_copy;
 /// prefix_caching : bool, default True
 ///     Whether sequences share what they have in common.
 /// merge_duplicates : bool, default True
-///     Whether a block that is committed with the content of another one is given back for it.
+///     Whether a block that is committed with the content of another one is given back for it, which
+///     changes the block table of the sequence.
 /// namespace : str or bytes, optional
 ///     What keys and values depend on besides the tokens: the model, for example.
 /// epoch : int, default 0
@@ -472,8 +473,8 @@ impl PyKvCacheManager {
     /// Says that `tokens` follow the committed ones, and are written in all layers.
     ///
     /// The blocks that are full can be found from now on. A block that has the same content as another
-    /// one is given back, and the sequence shares the other, unless the manager was told to keep
-    /// duplicates.
+    /// one is given back, and the sequence shares the other: its block table and its slots change then.
+    /// A manager that is made with ``merge_duplicates=False`` keeps both instead.
     ///
     /// Raises OutOfRangeError if the sequence is not as long, TokenMismatchError if it was allocated
     /// with other tokens, and WrongBlockStateError if a sequence that shares the block has committed
