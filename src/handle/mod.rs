@@ -60,6 +60,146 @@ use crate::error::Result;
 /// assert_eq!(keys.shape(), [3, 4, 64]);
 /// # Ok::<(), kvspan::KvError>(())
 /// ```
+///
+/// A handle of one's own, here for keys and values that are there already, works wherever a
+/// `dyn KvCacheHandle` does:
+///
+/// ```
+/// use std::any::Any;
+/// use std::sync::Arc;
+/// use std::sync::atomic::{AtomicU64, Ordering};
+/// use std::time::Instant;
+///
+/// use kvspan::{
+///     Attention, AttentionPool, BlockId, BlockTable, CacheHandleStats, DType, Device, KvCacheHandle,
+///     KvError, Query, Result, TensorLike, TensorRef,
+/// };
+///
+/// /// Tokens of one head with two elements.
+/// #[derive(Debug)]
+/// struct Rows(Vec<f32>);
+///
+/// impl TensorLike for Rows {
+///     fn shape(&self) -> [usize; 3] {
+///         [self.0.len() / 2, 1, 2]
+///     }
+///
+///     fn dtype(&self) -> DType {
+///         DType::F32
+///     }
+///
+///     fn device(&self) -> Device {
+///         Device::Cpu
+///     }
+///
+///     fn num_segments(&self) -> usize {
+///         1
+///     }
+///
+///     fn segment(&self, index: usize) -> Option<&[u8]> {
+///         (index == 0).then(|| bytemuck::cast_slice(&self.0))
+///     }
+/// }
+///
+/// /// One layer that never changes.
+/// #[derive(Debug)]
+/// struct Recorded {
+///     id: u64,
+///     table: BlockTable,
+///     keys: Arc<Rows>,
+///     values: Arc<Rows>,
+/// }
+///
+/// impl Recorded {
+///     fn new(keys: Vec<f32>, values: Vec<f32>) -> Result<Self> {
+///         let num_tokens = keys.len() / 2;
+///         let mut table = BlockTable::new(num_tokens); // one block with all of them
+///         table.add_blocks(&[BlockId::new(1).expect("not the null block")])?;
+///         table.extend_sequence(num_tokens)?;
+///         Ok(Self::of(table, Arc::new(Rows(keys)), Arc::new(Rows(values))))
+///     }
+///
+///     fn of(table: BlockTable, keys: Arc<Rows>, values: Arc<Rows>) -> Self {
+///         static IDS: AtomicU64 = AtomicU64::new(0);
+///         Self { id: IDS.fetch_add(1, Ordering::Relaxed), table, keys, values }
+///     }
+///
+///     fn tensor(&self, layer: usize, rows: &Arc<Rows>) -> Result<Option<TensorRef>> {
+///         match layer {
+///             0 => Ok(Some(Arc::clone(rows) as TensorRef)),
+///             _ => Err(KvError::LayerOutOfRange { layer, num_layers: 1 }),
+///         }
+///     }
+/// }
+///
+/// impl KvCacheHandle for Recorded {
+///     fn block_table(&self) -> &BlockTable {
+///         &self.table
+///     }
+///
+///     fn block_table_mut(&mut self) -> &mut BlockTable {
+///         &mut self.table
+///     }
+///
+///     fn as_any(&self) -> &dyn Any {
+///         self
+///     }
+///
+///     fn device(&self) -> Device {
+///         Device::Cpu
+///     }
+///
+///     fn num_layers(&self) -> usize {
+///         1
+///     }
+///
+///     fn num_heads(&self) -> usize {
+///         1
+///     }
+///
+///     fn head_dim(&self) -> usize {
+///         2
+///     }
+///
+///     fn key_cache(&self, layer: usize) -> Result<Option<TensorRef>> {
+///         self.tensor(layer, &self.keys)
+///     }
+///
+///     fn value_cache(&self, layer: usize) -> Result<Option<TensorRef>> {
+///         self.tensor(layer, &self.values)
+///     }
+///
+///     fn clone_handle(&self) -> Result<Arc<dyn KvCacheHandle>> {
+///         let (keys, values) = (Arc::clone(&self.keys), Arc::clone(&self.values));
+///         Ok(Arc::new(Self::of(self.table.clone(), keys, values)))
+///     }
+///
+///     fn stats(&self) -> CacheHandleStats {
+///         CacheHandleStats {
+///             memory_bytes: size_of_val(&self.keys.0[..]) + size_of_val(&self.values.0[..]),
+///             blocks_allocated: 1,
+///             tokens_stored: self.num_tokens(),
+///             utilization: 1.0,
+///             last_access: Instant::now(),
+///         }
+///     }
+///
+///     fn is_valid(&self) -> bool {
+///         true
+///     }
+///
+///     fn cache_id(&self) -> String {
+///         format!("recorded-{}", self.id)
+///     }
+/// }
+///
+/// let handle = Recorded::new(vec![0.0; 4], vec![1.0, 2.0, 3.0, 4.0])?;
+/// let query = Query::new(&[1.0, 1.0], [1, 1, 2])?;
+/// let mut out = [0.0; 2];
+/// Attention::default().attend_handle(query, &handle, 0, &AttentionPool::default(), &mut out)?;
+/// assert_eq!((handle.num_tokens(), out), (2, [2.0, 3.0]));
+/// # Ok::<(), KvError>(())
+/// ```
 pub trait KvCacheHandle: Send + Sync + fmt::Debug {
     /// Returns which blocks the sequence has.
     fn block_table(&self) -> &BlockTable;
