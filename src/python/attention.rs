@@ -192,8 +192,8 @@ pub(super) fn attention<'py>(
 
     let elements = opened.look()?;
     // Some objects do not have the shape that they say.
-    axes.check_len(elements.len())?;
-    opened_out.as_ref().map_or(Ok(()), |out| axes.check_len(out.len()?))?;
+    axes.check_len("the memory of query", elements.len())?;
+    opened_out.as_ref().map_or(Ok(()), |out| axes.check_len("out", out.len()?))?;
     let elements = elements.values();
     let mut guilty = None;
     let computed = py.detach(|| {
@@ -234,7 +234,7 @@ pub(super) fn attention<'py>(
     };
     // Handlers of signals ran meanwhile, which may have taken the memory away.
     let room = Room::of(opened)?;
-    axes.check_len(room.len())?;
+    axes.check_len("out", room.len())?;
     let mut room = room.values();
     py.detach(|| Stored::<f32> { data: &computed, scales: &[] }.copy_to(&mut room.target()));
     Ok(out.clone())
@@ -273,14 +273,14 @@ impl Axes {
         }
     }
 
-    /// Checks how many elements the query has, or what the result goes to.
-    fn check_len(&self, given: usize) -> PyResult<()> {
+    /// Checks how many elements `what` has.
+    fn check_len(&self, what: &str, given: usize) -> PyResult<()> {
         let product = self.0.iter().try_fold(1_usize, |product, &axis| product.checked_mul(axis));
         if product == Some(given) {
             return Ok(());
         }
         Err(InvalidInputError::new_err((format!(
-            "out, or the memory of the query, has {given} elements, but the shape of the query is {:?}",
+            "{what} has {given} elements, but the shape of the query is {:?}",
             self.0
         ),)))
     }

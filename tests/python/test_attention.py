@@ -391,7 +391,7 @@ def test_what_others_return_as_keys_and_values_is_looked_at():
             {"out": np.zeros((1, 4, DIM))},
             "elements of out have dtype float64",
         ),
-        (new_query(1, 4, DIM), {"out": np.zeros((2, 4, DIM), np.float32)}, "64 elements"),
+        (new_query(1, 4, DIM), {"out": np.zeros((2, 4, DIM), np.float32)}, "out has 64 elements"),
     ],
 )
 def test_what_does_not_fit_is_refused(query, options, says):
