@@ -191,15 +191,20 @@ impl Instructions {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Barrier;
+    use std::sync::{Barrier, mpsc};
     use std::thread;
+    use std::time::Duration;
 
     use super::*;
+
+    /// After which something will never happen.
+    const LONG: Duration = Duration::from_mins(1);
 
     #[test]
     fn a_call_that_finds_the_threads_at_work_waits_for_no_other() {
         let pool = AttentionPool::new(2).unwrap();
         let (begun, end) = (Barrier::new(3), Barrier::new(3));
+        let (sender, done) = mpsc::channel();
         thread::scope(|scope| {
             let long = scope.spawn(|| {
                 let wait = |_| {
@@ -210,19 +215,26 @@ mod tests {
                 pool.run::<KvError>(2, wait, || Ok(()))
             });
             begun.wait();
-            let here = thread::current().id();
-            let alone = |_| {
-                assert_eq!(thread::current().id(), here);
-                Ok(())
-            };
-            let mut pauses = 0;
-            let pause = || {
-                pauses += 1;
-                Ok::<_, KvError>(())
-            };
-            assert_eq!(pool.run(5, alone, pause), Ok(()));
-            assert_eq!(pauses, 5);
+            let short = scope.spawn(|| {
+                let here = thread::current().id();
+                let alone = |_| {
+                    assert_eq!(thread::current().id(), here);
+                    Ok(())
+                };
+                let mut pauses = 0;
+                let pause = || {
+                    pauses += 1;
+                    Ok::<_, KvError>(())
+                };
+                assert_eq!(pool.run(5, alone, pause), Ok(()));
+                assert_eq!(pauses, 5);
+                // Nobody may listen any more.
+                let _ = sender.send(());
+            });
+            let was_done = done.recv_timeout(LONG);
             end.wait();
+            assert_eq!(was_done, Ok(()), "it waited for the long call");
+            short.join().unwrap();
             assert_eq!(long.join().unwrap(), Ok(()));
         });
     }
@@ -231,11 +243,14 @@ mod tests {
     fn a_call_for_one_leaves_the_threads_to_others() {
         let pool = AttentionPool::new(2).unwrap();
         let one = |_| {
-            let both = Barrier::new(2);
-            // Each waits for the other, and so they are on two threads.
-            let meet = |_| {
-                both.wait();
-                Ok(())
+            let (sender, other) = mpsc::channel();
+            let other = Mutex::new(other);
+            // The first waits for the second, and so they are on two threads.
+            let meet = |index| {
+                if index == 0 {
+                    return other.lock().recv_timeout(LONG).map_err(|_| KvError::NothingToAttend);
+                }
+                sender.send(()).map_err(|_| KvError::NothingToAttend)
             };
             pool.run(2, meet, || Ok(()))
         };
