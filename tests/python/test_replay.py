@@ -5,10 +5,12 @@ import gzip
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -593,3 +595,14 @@ def test_plot_in_a_missing_folder_is_refused(packed, tmp_path, capsys):
 
 def test_examples_run():
     assert doctest.testmod(kvspan.replay).failed == 0
+
+
+def test_the_lines_in_the_readme_are_a_trace(tmp_path, capsys):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r'^{"input_length".*$', readme, re.MULTILINE)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(lines))
+    assert main(["replay", str(trace), "--num-blocks", "10", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    # The second request finds the 1,024 tokens that it shares with the first.
+    assert (summary["requests"], summary["full_blocks"], summary["hit_blocks"]) == (2, 4, 2)
